@@ -9,7 +9,6 @@ from neap_client.router.v1 import router_pb2
 
 from calibrator_service.job import Job, JobState
 from calibrator_service.judge.judge import Judged
-from calibrator_service.spec_messages import spec_to_proto
 from shared.errors import Corrupt, InvalidInput
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
 from shared.registry.encoding import canonical_json
@@ -20,11 +19,9 @@ _PROPOSER_FIGURES = ("agreement", "confidence_auc", "confidence_brier", "confide
 
 def job_to_proto(job: Job) -> calibration_pb2.Calibration:
     """The job as clients see it. Raises Corrupt (JOB_UNREADABLE) if this build cannot read its spec."""
-    if isinstance(job.spec, Corrupt):
-        raise job.spec
     message = calibration_pb2.Calibration(
         calibration_id=job.calibration_id,
-        spec=spec_to_proto(job.spec, job.aliases),
+        spec=job.message,
         state=_state(job),
         phase=f"PHASE_{job.phase.upper()}" if job.phase else "PHASE_UNSPECIFIED",
         fraction=job.fraction,
@@ -45,11 +42,12 @@ def job_to_proto(job: Job) -> calibration_pb2.Calibration:
 
 def listed_job(job: Job) -> calibration_pb2.Calibration | calibration_pb2.UnreadableCalibration:
     """The job as an entry of a list."""
-    if isinstance(job.spec, Corrupt):
+    try:
+        return job_to_proto(job)
+    except Corrupt as error:
         return calibration_pb2.UnreadableCalibration(
-            calibration_id=job.calibration_id, state=_state(job), reason=job.spec.reason, message=job.spec.message
+            calibration_id=job.calibration_id, state=_state(job), reason=error.reason, message=error.message
         )
-    return job_to_proto(job)
 
 
 def _state(job: Job) -> Any:

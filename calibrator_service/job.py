@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from sqlite3 import Row
 
-from calibrator_service.calibration.spec import CalibrationSpec, Progress
-from calibrator_service.spec_messages import read_stored_spec
-from shared.errors import Corrupt
+from neap_client.calibration.v1 import calibration_pb2
+
+from calibrator_service.calibration.spec import Progress
+from calibrator_service.spec_messages import read_spec
 
 # Raised when states are added, too.
-JOBS_SCHEMA_VERSION = 4
-# Prompts may have megabytes, and every report of progress writes the job's whole row, so they have rows of their own. A
-# job that has ended keeps their digest only.
+JOBS_SCHEMA_VERSION = 5
+# Prompts may have megabytes, and every report of progress writes the job's whole row, so they have rows of their own,
+# until the job has ended.
 JOBS_SCHEMA = """
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, calibration_id TEXT NOT NULL UNIQUE, request_id TEXT NOT NULL UNIQUE,
-    model_id TEXT NOT NULL, spec TEXT NOT NULL, aliases TEXT NOT NULL, state TEXT NOT NULL,
+    model_id TEXT NOT NULL, spec BLOB NOT NULL, prompts_digest TEXT NOT NULL, state TEXT NOT NULL,
     phase TEXT NOT NULL DEFAULT '',
     fraction REAL NOT NULL DEFAULT 0, figures TEXT NOT NULL DEFAULT '{}', create_time_s REAL NOT NULL,
     end_time_s REAL,
@@ -29,7 +30,7 @@ CREATE TABLE jobs (
     revision INTEGER NOT NULL DEFAULT 1, num_prompts INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX jobs_by_state ON jobs (state, number);
 CREATE INDEX jobs_by_model ON jobs (model_id, number);
-CREATE TABLE job_prompts (calibration_id TEXT PRIMARY KEY, prompts TEXT NOT NULL);
+CREATE TABLE job_prompts (calibration_id TEXT PRIMARY KEY, prompts BLOB NOT NULL);
 CREATE TABLE removed_jobs (model_id TEXT PRIMARY KEY, num_resumes INTEGER NOT NULL);
 """
 
@@ -80,18 +81,17 @@ Report = Progress | Problem | Ended | str
 class Job:
     """A job at the time it was read. `number` orders jobs; `revision` increases with every change.
 
-    `spec`: without prompts, if the job was read without them or has ended; the error (JOB_UNREADABLE) if this build
-    cannot read it, so that the queue and lists can handle such a job. `publishing`: an attempt to publish the product
-    has begun, so the registry may have the version. `num_deaths` counts processes that died by themselves while their
-    service was running.
+    `spec`: bytes of a CalibrationSpec of the protos. `prompts`: those of one that has its prompts alone; empty if the
+    job was read without them or has ended. `publishing`: an attempt to publish the product has begun, so the registry
+    may have the version. `num_deaths` counts processes that died by themselves while their service was running.
     """
 
     number: int
     calibration_id: str
     request_id: str
     model_id: str
-    spec: CalibrationSpec | Corrupt
-    aliases: tuple[str, ...]
+    spec: bytes
+    prompts_digest: str
     state: JobState
     phase: str
     fraction: float
@@ -109,25 +109,19 @@ class Job:
     publishing: bool
     revision: int
     num_prompts: int
+    prompts: bytes = b""
+
+    @property
+    def message(self) -> calibration_pb2.CalibrationSpec:
+        """The spec. Raises Corrupt (JOB_UNREADABLE) if this build cannot read it."""
+        return read_spec(self.spec + self.prompts, self.calibration_id)[0]
 
 
 def job_from_row(row: Row) -> Job:
     """Reads a row of the table of jobs, with the job's prompts if it has a column of them."""
     values = dict(row)
-    spec: CalibrationSpec | Corrupt
-    prompts = json.loads(values.pop("prompts", None) or "[]")
-    try:
-        spec = read_stored_spec(values["spec"], prompts if isinstance(prompts, list) else ())
-    except Corrupt as error:
-        calibration_id = values["calibration_id"]
-        spec = Corrupt(
-            f"the record of calibration {calibration_id} cannot be read by this build: {error.message}",
-            reason="JOB_UNREADABLE",
-            metadata={"calibration_id": calibration_id},
-        )
     parsed = {
-        "spec": spec,
-        "aliases": tuple(json.loads(values["aliases"])),
+        "prompts": values.get("prompts") or b"",
         "state": JobState(values["state"]),
         "figures": json.loads(values["figures"]),
         "cancel_requested": bool(values["cancel_requested"]),

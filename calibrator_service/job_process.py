@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 
-from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.job import Report
 from shared.service_settings import CalibratorSettings
 
 
 @dataclass(frozen=True)
 class ProcessConfig:
-    """The first that a job's process is told. `start`: how often the job has been started."""
+    """The first that a job's process is told. `start`: how often the job has been started. `spec`: bytes of a
+    CalibrationSpec of the protos."""
 
     calibration_id: str
     start: int
     parent_pid: int
-    spec: CalibrationSpec
+    spec: bytes
     work_dir: Path
     settings: CalibratorSettings
 

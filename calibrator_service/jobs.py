@@ -8,12 +8,14 @@ makes it publishing again.
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Connection
 
-from calibrator_service.calibration.spec import CalibrationSpec, Progress
+from neap_client.calibration.v1 import calibration_pb2
+
+from calibrator_service.calibration.spec import Progress
 from calibrator_service.job import (
     JOBS_SCHEMA,
     JOBS_SCHEMA_VERSION,
@@ -23,9 +25,9 @@ from calibrator_service.job import (
     Problem,
     job_from_row,
 )
-from calibrator_service.spec_messages import stored_spec
+from calibrator_service.spec_messages import as_asked, stored_spec
 from shared.digests import digest_of
-from shared.errors import AlreadyExists, Corrupt, Exhausted, NotFound, PreconditionFailed
+from shared.errors import AlreadyExists, Exhausted, NotFound, PreconditionFailed
 from shared.registry.base import PublishedVersion
 from shared.sqlite import Database
 
@@ -75,18 +77,18 @@ class JobStore:
 
     # What clients ask for.
 
-    def create(self, request_id: str, spec: CalibrationSpec, aliases: Sequence[str], *, max_queued: int) -> Job:
+    def create(self, request_id: str, message: calibration_pb2.CalibrationSpec, *, max_queued: int) -> Job:
         """Creates the job of `request_id`, unless an earlier call has created it.
 
         Raises AlreadyExists if the request id was used for another job, Exhausted (QUEUE_FULL).
         """
-        bare, prompts = spec.without_prompts(), json.dumps(spec.prompts, separators=(",", ":"))
+        spec, prompts = stored_spec(message)
+        digest = digest_of(prompts)
         with self.database.transaction() as connection:
             known = connection.execute("SELECT calibration_id FROM jobs WHERE request_id = ?", (request_id,)).fetchone()
             if known is not None:
                 job = self.get(known["calibration_id"])
-                has_same_prompts = _digest(self._prompts(job.calibration_id)) == _digest(prompts)
-                if not (has_same_prompts and _asks_for(job, bare, aliases)):
+                if (digest, as_asked(spec)) != (job.prompts_digest, as_asked(job.spec)):
                     raise AlreadyExists(
                         f"request {request_id!r} has already started another calibration, {job.calibration_id}",
                         metadata={"calibration_id": job.calibration_id},
@@ -99,23 +101,19 @@ class JobStore:
                 )
             calibration_id = f"cal-{secrets.token_hex(8)}"
             connection.execute(
-                "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, num_prompts, state, "
+                "INSERT INTO jobs (calibration_id, request_id, model_id, spec, prompts_digest, num_prompts, state, "
                 "create_time_s) VALUES (?, ?, ?, ?, ?, ?, 'queued', ?)",
                 (
-                    *(calibration_id, request_id, spec.model_id, stored_spec(bare)),
-                    *(json.dumps(list(aliases)), len(spec.prompts), time.time()),
+                    *(calibration_id, request_id, message.model_id, spec, digest),
+                    *(len(message.self_generated.prompts), time.time()),
                 ),
             )
-            if spec.prompts:
+            if prompts:
                 connection.execute("INSERT INTO job_prompts VALUES (?, ?)", (calibration_id, prompts))
             job = self.get(calibration_id)
             # However fast jobs are made and cancelled.
             _remove_ended(connection, "number <= ?", job.number - MAX_RECORDS)
             return job
-
-    def _prompts(self, calibration_id: str) -> str:
-        row = self.database.row("SELECT prompts FROM job_prompts WHERE calibration_id = ?", (calibration_id,))
-        return "[]" if row is None else str(row["prompts"])
 
     def has_request(self, request_id: str) -> bool:
         """Whether a job was created for the request."""
@@ -343,9 +341,8 @@ class JobStore:
             )
             job = self.get(calibration_id)
             if job.state.has_ended:
-                # Nobody runs it again. A repeated request is compared by the digest.
-                row = (_digest(self._prompts(calibration_id)), calibration_id)
-                connection.execute("UPDATE job_prompts SET prompts = ? WHERE calibration_id = ?", row)
+                # Nobody runs it again.
+                connection.execute("DELETE FROM job_prompts WHERE calibration_id = ?", (calibration_id,))
         self._on_change()
         return job
 
@@ -363,18 +360,4 @@ def _remove_ended(connection: Connection, which: str, limit: float) -> int:
         " ON CONFLICT (model_id) DO UPDATE SET num_resumes = num_resumes + excluded.num_resumes",
         (limit,),
     )
-    connection.execute(
-        f"DELETE FROM job_prompts WHERE calibration_id IN (SELECT calibration_id FROM jobs WHERE {which})", (limit,)
-    )
     return connection.execute(f"DELETE FROM jobs WHERE {which}", (limit,)).rowcount
-
-
-def _digest(prompts: str) -> str:
-    """What `job_prompts` keeps of the prompts of a job that has ended: their digest, as JSON."""
-    return json.dumps(digest_of(prompts.encode())) if prompts.startswith("[") else prompts
-
-
-def _asks_for(job: Job, spec: CalibrationSpec, aliases: Sequence[str]) -> bool:
-    """Whether the caller of `job` asked for the same, prompts apart. What this build cannot read is not the same."""
-    known = job.spec
-    return not isinstance(known, Corrupt) and known.as_asked() == spec.as_asked() and job.aliases == tuple(aliases)

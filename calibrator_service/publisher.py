@@ -10,9 +10,9 @@ to have it.
 import random
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
@@ -125,7 +125,8 @@ class Publisher:
         if product is not None:
             if not self._store.begin_publishing(job.calibration_id):
                 return
-            published = publish(self._registry, job, product, self._signs_later, self._judge)
+            asked = job.model_id, job.calibration_id, job.message.aliases
+            published = publish(self._registry, *asked, product, self._signs_later, self._judge)
         elif job.publishing:
             published = find_published(self._registry, job)
         is_lost = product is None and not job.cancel_requested
@@ -142,19 +143,14 @@ class Publisher:
         self._attempts.pop(job.calibration_id, None)
 
 
-class Publication(Protocol):
-    """What of a job says how its product is published."""
-
-    @property
-    def model_id(self) -> str: ...
-    @property
-    def calibration_id(self) -> str: ...
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
-
-
 def publish(
-    registry: str, job: Publication, product: Product, signs_later: bool = False, judge: Judge | None = None
+    registry: str,
+    model_id: str,
+    calibration_id: str,
+    asked_aliases: Sequence[str],
+    product: Product,
+    signs_later: bool = False,
+    judge: Judge | None = None,
 ) -> PublishedVersion:
     """Publishes once and returns the version. Raises what the registry raises; then the version may be published all
     the same.
@@ -168,22 +164,22 @@ def publish(
         # It is published for inspection, and can be reached by its version number only.
         log.warning("the router did not pass its checks: no alias is moved", failed=failed)
     with closing(open_registry(registry)) as opened:
-        aliases = () if failed or signs_later else job.aliases
-        known = opened.find_publication(job.model_id, job.calibration_id)
+        aliases = () if failed or signs_later else asked_aliases
+        known = opened.find_publication(model_id, calibration_id)
         # What an earlier attempt has pointed at the version is not put on trial.
-        tried = [alias for alias in aliases if judge and opened.aliases(job.model_id).get(alias, 0) not in _new(known)]
+        tried = [alias for alias in aliases if judge and opened.aliases(model_id).get(alias, 0) not in _new(known)]
         published = opened.publish(
-            job.model_id,
+            model_id,
             product.manifest,
             product.blobs,
-            request_id=job.calibration_id,
+            request_id=calibration_id,
             aliases=[alias for alias in aliases if alias not in tried],
             actor="calibration",
         )
     for alias in tried:
         assert judge is not None
         try:
-            judge.begin(job.model_id, alias, published.version, f"calibration {job.calibration_id}")
+            judge.begin(model_id, alias, published.version, f"calibration {calibration_id}")
         except PreconditionFailed as error:  # another version is on trial, or an operator's canary
             log.warning("not put on trial", alias=alias, version=published.version, reason=error.reason)
     return published

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from neap_client.calibration.v1 import calibration_pb2
 
 from calibrator_service.calibration.ranks import Ranks, joined
 from calibrator_service.calibration.spec import CalibrationSpec, Progress
-from calibrator_service.job_process import ProcessConfig
 from calibrator_service.learning.pools import pool_of_source
 from calibrator_service.learning.traffic_file import with_text
 from calibrator_service.lineage import fetch_parent, find_parent
@@ -45,16 +44,6 @@ REPORT_INTERVAL_S = 5.0
 log = structlog.get_logger("neap.calibration")
 
 
-@dataclass(frozen=True)
-class RankedJob:
-    """What is calibrated and published: see `publisher.Publication`."""
-
-    model_id: str
-    calibration_id: str
-    aliases: tuple[str, ...]
-    spec: CalibrationSpec
-
-
 class _Report:
     """Logs progress: each phase, and within a phase every REPORT_INTERVAL_S."""
 
@@ -72,35 +61,37 @@ def calibrate(ranks: Ranks, asked: str, request_id: str, work_dir: Path, setting
     """Raises as `recipe.run`, and what the registry raises."""
     versions = {f"version_of_{name.replace('-', '_')}": version(name) for name in ("neap-server", "torch")}
     ranks.check(**versions, spec=digest_of(asked.encode()), request_id=request_id)
-    job = read_job(asked, request_id, settings)
+    aliases, spec = read_request(asked, settings)
     if ranks.firsts(load_product(work_dir) is None):
-        spec = ranks.firsts(made_ready(job.spec, work_dir, settings) if ranks.is_first else job.spec)
+        spec = ranks.firsts(made_ready(spec, work_dir, settings) if ranks.is_first else spec)
         own_dir = work_dir / f"rank-{ranks.rank}"
         own_dir.mkdir(parents=True, exist_ok=True)
         locked = Unavailable("another process still works as this rank of the calibration", reason="JOB_LOCKED")
         with file_lock(own_dir / "lock", timeout_s=settings.rank_timeout_s, locked=locked):
             parent = fetch_parent(settings.registry, spec, own_dir)
-            config = ProcessConfig(request_id, 1, os.getppid(), spec, work_dir, settings)
-            product = run(config, parent, _Report() if ranks.is_first else lambda _: None, lambda: False, ranks)
+            report = _Report() if ranks.is_first else lambda _: None
+            product = run(spec, settings, work_dir, parent, report, lambda: False, ranks)
             if product is not None:
                 save_product(work_dir, product)
     if ranks.is_first and (made := load_product(work_dir)) is not None:
-        published = publish(settings.registry, job, made, signs_later=bool(settings.require_signatures))
+        published = publish(
+            settings.registry, spec.model_id, request_id, aliases, made, signs_later=bool(settings.require_signatures)
+        )
         log.info("published", version=published.version, manifest_digest=published.manifest_digest)
     ranks.end()
 
 
-def read_job(asked: str, request_id: str, settings: CalibratorSettings) -> RankedJob:
-    """As the service checks a request. Raises InvalidInput, PreconditionFailed."""
+def read_request(asked: str, settings: CalibratorSettings) -> tuple[Sequence[str], CalibrationSpec]:
+    """The aliases and the spec, as the service checks a request. Raises InvalidInput, PreconditionFailed."""
     try:
         message = Parse(asked, calibration_pb2.CalibrationSpec())
     except ParseError as error:
         raise InvalidInput(f"the spec is no CalibrationSpec: {error}", reason="BAD_SPEC") from error
-    aliases, spec = spec_of_request(message, settings)
+    spec = spec_of_request(message, settings)
     if spec.parent is not None and not spec.parent.version:
         # An alias may name another one when the job is started again.
         raise InvalidInput("name the parent by its version", reason="BAD_SPEC", metadata={"field": "spec.parent"})
-    return RankedJob(spec.model_id, request_id, aliases, spec)
+    return message.aliases, spec
 
 
 def made_ready(spec: CalibrationSpec, work_dir: Path, settings: CalibratorSettings) -> CalibrationSpec:

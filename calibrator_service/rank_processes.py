@@ -18,8 +18,7 @@ from calibrator_service.calibration.ranks import joined
 from calibrator_service.calibration.spec import Progress
 from calibrator_service.job import Ended, JobState, Report
 from calibrator_service.job_process import ProcessConfig
-from calibrator_service.lineage import ParentFiles
-from calibrator_service.worker_process import ServiceLink, begin, end, make_product, outcome
+from calibrator_service.worker_process import ServiceLink, begin, end, made_ready, make_product, outcome
 from shared.rpc.logs import log_all_output
 
 # How soon the ranks are told to stop, and how long the others get to end after one of them has died.
@@ -28,10 +27,10 @@ RELAY_POLL_S, RANKS_SHUTDOWN_S = 0.1, 5
 log = structlog.get_logger("neap.calibration")
 
 
-def run_by_ranks(config: ProcessConfig, parent_files: ParentFiles | None, service: ServiceLink) -> Ended | None:
+def run_by_ranks(config: ProcessConfig, num_ranks: int, service: ServiceLink) -> Ended | None:
     """Runs the job by ranks on this machine. As torchrun starts them, and ends all of them when one has died: then this
     process dies, too, and its service resumes the job."""
-    ours, theirs = zip(*(Pipe() for _ in range(config.spec.ranks)), strict=True)
+    ours, theirs = zip(*(Pipe() for _ in range(num_ranks)), strict=True)
     told: list[tuple[int, Ended]] = []
     is_over = threading.Event()
     relay = threading.Thread(target=_relay, args=(ours, service, told, is_over), name="ranks", daemon=True)
@@ -39,7 +38,7 @@ def run_by_ranks(config: ProcessConfig, parent_files: ParentFiles | None, servic
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=config.spec.ranks,
+        nproc_per_node=num_ranks,
         run_id=config.calibration_id,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -51,7 +50,7 @@ def run_by_ranks(config: ProcessConfig, parent_files: ParentFiles | None, servic
     )
     has_died = False
     try:
-        elastic_launch(launch, run_rank)(config, parent_files, theirs)
+        elastic_launch(launch, run_rank)(config, theirs)
     except (ChildFailedError, SignalException):
         has_died = True
     is_over.set()
@@ -97,7 +96,7 @@ def _relay(
                 service.tell(report)
 
 
-def run_rank(config: ProcessConfig, parent_files: ParentFiles | None, pipes: Sequence[Connection]) -> None:
+def run_rank(config: ProcessConfig, pipes: Sequence[Connection]) -> None:
     """One rank of a job, in a process of its own. `pipes`: to the job's process, by rank."""
     log_all_output()
     rank = int(os.environ["RANK"])
@@ -106,7 +105,7 @@ def run_rank(config: ProcessConfig, parent_files: ParentFiles | None, pipes: Seq
 
     def work() -> None:
         with joined(config.settings.rank_timeout_s) as ranks:
-            make_product(config, parent_files, service, ranks)
+            make_product(config, *made_ready(config), service, ranks)
 
     ended = outcome(work, config.calibration_id)
     service.tell(ended)

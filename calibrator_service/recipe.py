@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibrator_service.calibration.spec import Progress
-from calibrator_service.job_process import ProcessConfig
+from calibrator_service.calibration.spec import CalibrationSpec, Progress
 from calibrator_service.learning.pools import pool_of_source
 from calibrator_service.lineage import ParentFiles
 from shared.cpus import usable_cpus
 from shared.errors import Cancelled
 from shared.files import sync_folder, write_synced
 from shared.registry.encoding import canonical_json
+from shared.service_settings import CalibratorSettings
 
 if TYPE_CHECKING:
     from calibrator_service.calibration.ranks import Ranks
@@ -35,7 +35,9 @@ class Product:
 
 
 def run(
-    config: ProcessConfig,
+    spec: CalibrationSpec,
+    settings: CalibratorSettings,
+    work_dir: Path,
     parent_files: ParentFiles | None,
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
@@ -56,7 +58,6 @@ def run(
     from shared.configured_model import load_configured
     from shared.ladder.checks import check_artefact
 
-    spec, settings = config.spec, config.settings
     # Ranks of one machine share its processors, and have a card each.
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     by_default = usable_cpus() if local_ranks > 1 else min(torch.get_num_threads(), usable_cpus())
@@ -79,7 +80,7 @@ def run(
         spec,
         ranks or Ranks(),
         parent=parent,
-        work_dir=config.work_dir,
+        work_dir=work_dir,
         progress=progress,
         should_stop=should_stop,
         fleet_of=fleet_of(settings.text_workers, loaded) if by_workers else None,

@@ -2,7 +2,6 @@
 Methods raise NeapErrors; an interceptor of shared.rpc maps them."""
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 from neap_client.calibration.v1 import calibration_pb2 as pb
@@ -66,22 +65,24 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")
         if any(alias != LATEST for alias in request.spec.aliases) or request.spec.HasField("served_traffic"):
             require_role(Role.ADMIN, "served traffic, or an alias other than latest")
-        aliases, spec = await self._pool.call(self._checked, request)
+        spec = await self._pool.call(self._checked, request)
         # A repeated request returns its job, whatever its parent's alias names now.
         if spec.parent is not None and not await self._pool.call(self._store.has_request, request.request_id):
             parent = await self._registry_pool.call(
                 find_parent, self._registry, spec.model_id, spec.parent, pool_of_source(spec.source)
             )
-            spec = replace(spec, parent=parent)
+            request.spec.parent.version = parent.version
+            request.spec.parent.manifest_digest = parent.manifest_digest
         job = await self._pool.call(
-            self._store.create, request.request_id, spec, aliases, max_queued=self._settings.max_queued_jobs
+            self._store.create, request.request_id, request.spec, max_queued=self._settings.max_queued_jobs
         )
         annotate_call(calibration_id=job.calibration_id)
         self._supervisor.queue.wake()
         return pb.CreateCalibrationResponse(calibration=job_to_proto(job))
 
-    def _checked(self, request: pb.CreateCalibrationRequest) -> tuple[tuple[str, ...], CalibrationSpec]:
-        """The aliases and the spec of a request. Raises InvalidInput, NotFound, PermissionDenied."""
+    def _checked(self, request: pb.CreateCalibrationRequest) -> CalibrationSpec:
+        """What a request asks for, which has what it left open from now on.
+        Raises InvalidInput, NotFound, PermissionDenied."""
         check_request_id(request.request_id)
         if not request.HasField("spec"):
             raise InvalidInput("the request has no spec", reason="BAD_SPEC")
@@ -101,7 +102,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         if request.spec.parent.version:
             # Beside a version an alias is ignored. In a stored spec both stand: what was asked for, and what it named.
             request.spec.parent.ClearField("alias")
-        aliases, spec = spec_of_request(request.spec, self._settings)
+        spec = spec_of_request(request.spec, self._settings)
         check_model_id(spec.model_id)
         if spec.model_id not in self._settings.sources:
             names = ", ".join(sorted(self._settings.sources)) or "none"
@@ -115,7 +116,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             raise PreconditionFailed(
                 "this service is configured with no workers that write text (--text-worker)", reason="NO_TEXT_WORKERS"
             )
-        return aliases, spec
+        return spec
 
     async def GetCalibration(  # noqa: N802
         self, request: pb.GetCalibrationRequest, context: Any

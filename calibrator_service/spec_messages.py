@@ -1,11 +1,9 @@
-"""The specs of calibrations as messages of the protos: so clients send them, and so the job store keeps them."""
+"""The specs of calibrations as messages of the protos: so clients send them, the job store keeps them and jobs get
+them."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.json_format import MessageToJson, Parse, ParseError
+from google.protobuf.message import DecodeError
 from neap_client.calibration.v1 import calibration_pb2
 
 from calibrator_service.calibration.spec import (
@@ -42,23 +40,23 @@ _SOURCES: dict[str, type[Source]] = {
 }
 
 
-def spec_of_request(
-    message: calibration_pb2.CalibrationSpec, settings: CalibratorSettings
-) -> tuple[tuple[str, ...], CalibrationSpec]:
-    """The aliases and the spec that a request asks for. Writes the id of the only model into `message` if that is left
-    open. Raises InvalidInput."""
+def spec_of_request(message: calibration_pb2.CalibrationSpec, settings: CalibratorSettings) -> CalibrationSpec:
+    """What a request asks for. Makes of `message` what is stored: the only model and the aliases that are left open are
+    written into it. Raises InvalidInput."""
+    message.DiscardUnknownFields()
     message.model_id = only_model(message.model_id, settings.sources)
     spec = spec_from_proto(message, max_time_budget_s=settings.max_time_budget_s)
     pool = pool_of_source(spec.source)
     aliases = unique_aliases(message.aliases or (latest_of(pool),))
     check_aliases(aliases, pool)
-    return aliases, spec
+    message.aliases[:] = aliases
+    return spec
 
 
 def spec_from_proto(
     spec: calibration_pb2.CalibrationSpec, *, max_time_budget_s: float = MAX_DURATION_S
 ) -> CalibrationSpec:
-    """The spec without its aliases, which belong to the job. Raises InvalidInput."""
+    """The spec for the calibration, which knows neither protobuf nor aliases. Raises InvalidInput."""
     if spec.label not in _LABELS:
         raise InvalidInput(
             f"label {spec.label} is not one that this service calibrates",
@@ -127,46 +125,44 @@ def _source(spec: calibration_pb2.CalibrationSpec) -> Source:
     return _SOURCES[name](**arguments)
 
 
-def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_pb2.CalibrationSpec:
-    """The spec with all defaults filled in."""
-    message = calibration_pb2.CalibrationSpec(
-        model_id=spec.model_id,
-        max_tokens=spec.max_tokens,
-        exit_depths=spec.exit_depths,
-        label=f"LABEL_{spec.label.upper()}",
-        cosine_threshold=spec.cosine_threshold,
-        draft_vocabulary_size=spec.draft_vocabulary_size,
-        confidence_width=spec.confidence_width,
-        seed=spec.seed,
-        aliases=aliases,
-        ranks=spec.ranks,
-    )
-    if spec.time_budget_s is not None:
-        budget = Duration()
-        budget.FromNanoseconds(round(spec.time_budget_s * 1e9))
-        message.time_budget.CopyFrom(budget)
-    if spec.parent is not None:
-        message.parent.CopyFrom(calibration_pb2.ParentRouter(**asdict(spec.parent)))
-    name = next(name for name, kind in _SOURCES.items() if isinstance(spec.source, kind))
-    source = {field.name: getattr(spec.source, field.name) for field in getattr(message, name).DESCRIPTOR.fields}
-    message.MergeFrom(calibration_pb2.CalibrationSpec(**{name: source}))  # type: ignore[arg-type]
-    return message
-
-
-def stored_spec(spec: CalibrationSpec) -> str:
-    """The spec as the job store keeps it, without its prompts: they may have megabytes, and have a table of their
-    own."""
-    return MessageToJson(spec_to_proto(spec.without_prompts(), ()), indent=None)
-
-
-def read_stored_spec(text: str, prompts: Sequence[str]) -> CalibrationSpec:
-    """Raises Corrupt for a spec that this build does not take: a newer one wrote it, or one with wider limits."""
+def read_spec(data: bytes, calibration_id: str) -> tuple[calibration_pb2.CalibrationSpec, CalibrationSpec]:
+    """A stored spec, as message and for the calibration. Raises Corrupt (JOB_UNREADABLE) for one that this build does
+    not take: a newer one wrote it, or one with wider limits."""
     try:
-        message = Parse(text, calibration_pb2.CalibrationSpec())
-        if prompts:
-            message.self_generated.prompts.extend(prompts)
-        return spec_from_proto(message)
-    except ParseError as error:
-        raise Corrupt("its spec has fields or values that this build does not know") from error
-    except InvalidInput as error:
-        raise Corrupt(f"its spec is not one that this build takes: {error.message}") from error
+        message = calibration_pb2.CalibrationSpec.FromString(data)
+        num_bytes = message.ByteSize()
+        message.DiscardUnknownFields()
+        if message.ByteSize() < num_bytes:
+            raise InvalidInput("it has fields that this build does not know")
+        return message, spec_from_proto(message)
+    except (DecodeError, InvalidInput) as error:
+        why = error.message if isinstance(error, InvalidInput) else "its bytes are damaged"
+        raise Corrupt(
+            f"the record of calibration {calibration_id} cannot be read by this build: {why}",
+            reason="JOB_UNREADABLE",
+            metadata={"calibration_id": calibration_id},
+        ) from error
+
+
+def stored_spec(message: calibration_pb2.CalibrationSpec) -> tuple[bytes, bytes]:
+    """The spec as the job store keeps it, and its prompts, which may have megabytes; joined they are the whole."""
+    bare, prompts = calibration_pb2.CalibrationSpec(), calibration_pb2.CalibrationSpec()
+    bare.CopyFrom(message)
+    if message.self_generated.prompts:
+        prompts.self_generated.prompts.extend(message.self_generated.prompts)
+        bare.self_generated.ClearField("prompts")
+    return bare.SerializeToString(), prompts.SerializeToString()
+
+
+def as_asked(data: bytes) -> bytes:
+    """A stored spec as its caller wrote it, without what was looked up since: an alias may name another version at the
+    next call."""
+    try:
+        message = calibration_pb2.CalibrationSpec.FromString(data)
+    except DecodeError:  # as nobody asks
+        return data
+    if message.HasField("parent"):
+        message.parent.ClearField("manifest_digest")
+        if message.parent.alias:
+            message.parent.ClearField("version")
+    return message.SerializeToString(deterministic=True)

@@ -18,7 +18,7 @@ from calibrator_service.judge.judge import Judge
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.publisher import Publisher
 from calibrator_service.service_thread import ServiceThread
-from shared.errors import Corrupt, NeapError, PreconditionFailed
+from shared.errors import NeapError, PreconditionFailed
 from shared.files import file_lock, make_private
 from shared.service_settings import CalibratorSettings
 
@@ -177,19 +177,15 @@ class Supervisor:
 
     def _supervise(self, job: Job) -> Ended | Interruption:
         """Raises OSError if the process cannot be started, which does not count as its death."""
-        spec = job.spec
-        if isinstance(spec, Corrupt):
-            log.warning("not understood", calibration_id=job.calibration_id, reason=spec.reason)
-            return Ended(JobState.FAILED, spec.reason, spec.message)
-        if spec.model_id not in self.settings.sources:
-            message = f"model {spec.model_id!r} is no longer configured"
+        if job.model_id not in self.settings.sources:
+            message = f"model {job.model_id!r} is no longer configured"
             return Ended(JobState.FAILED, "MODEL_NOT_FOUND", message)
         log.info("starting", calibration_id=job.calibration_id, start=job.num_starts)
         config = ProcessConfig(
             calibration_id=job.calibration_id,
             start=job.num_starts,
             parent_pid=os.getpid(),
-            spec=spec,
+            spec=job.spec + job.prompts,
             work_dir=self._folder.work(job.calibration_id).absolute(),
             settings=self.settings,
         )

@@ -12,18 +12,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import structlog
 
-from calibrator_service.calibration.spec import Progress
+from calibrator_service.calibration.spec import CalibrationSpec, Progress
 from calibrator_service.job import Ended, JobState, Problem, Report
 from calibrator_service.job_process import ProcessConfig
 from calibrator_service.learning.traffic_file import with_text
 from calibrator_service.lineage import ParentFiles, fetch_parent
 from calibrator_service.recipe import load_product, run, save_product
+from calibrator_service.spec_messages import read_spec
 from shared.errors import Cancelled, NeapError, Unavailable
 from shared.files import file_lock, storage_error
 from shared.rpc.logs import configure_logging, log_all_output, log_stdout
@@ -121,23 +121,31 @@ def _run(config: ProcessConfig, service: ServiceLink) -> Ended | None:
         log.info("found finished")
         return None
     service.progress(Progress("loading", 0.0))
-    # The source was checked when the job was created, but files, symlinks and settings may have changed since.
-    spec = with_text(config.spec, config.work_dir, config.settings)
-    parent_files = fetch_parent(config.settings.registry, spec, config.work_dir)
-    config = replace(config, spec=spec)
+    spec, parent_files = made_ready(config)
     if spec.ranks > 1:
         from calibrator_service.rank_processes import run_by_ranks  # which imports this module
 
-        return run_by_ranks(config, parent_files, service)
-    make_product(config, parent_files, service)
+        return run_by_ranks(config, spec.ranks, service)
+    make_product(config, spec, parent_files, service)
     return None
 
 
+def made_ready(config: ProcessConfig) -> tuple[CalibrationSpec, ParentFiles | None]:
+    """The spec and its parent's files. The job's folder has its text and these from now on."""
+    # The source was checked when the job was created, but files, symlinks and settings may have changed since.
+    spec = with_text(read_spec(config.spec, config.calibration_id)[1], config.work_dir, config.settings)
+    return spec, fetch_parent(config.settings.registry, spec, config.work_dir)
+
+
 def make_product(
-    config: ProcessConfig, parent_files: ParentFiles | None, service: ServiceLink, ranks: "Ranks | None" = None
+    config: ProcessConfig,
+    spec: CalibrationSpec,
+    parent_files: ParentFiles | None,
+    service: ServiceLink,
+    ranks: "Ranks | None" = None,
 ) -> None:
     """Calibrates, and leaves the product in the job's folder, if this is the first of the ranks."""
-    product = run(config, parent_files, service.progress, service.stop.is_set, ranks)
+    product = run(spec, config.settings, config.work_dir, parent_files, service.progress, service.stop.is_set, ranks)
     if product is None:
         return
     service.progress(Progress("publishing", 0.99))

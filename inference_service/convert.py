@@ -11,6 +11,7 @@ from neap_client.fields import FIELDS
 from neap_client.inference.v1 import inference_pb2
 
 from inference_service.chat import PreparedChat
+from inference_service.router_loader import LoadedRouter
 from inference_service.routers import RouterChoice
 from shared.chat.parser import MessageParser, MessagePart
 from shared.constraints.constraint import MAX_BYTES, Constraint, MessageConstraint, invalid
@@ -55,15 +56,17 @@ def to_generation_request(
     chats_have_control_tokens: bool = False,
     cache_scope: str = "",
     pool: str = "",
+    router: LoadedRouter | None = None,
 ) -> tuple[GenerationRequest, PreparedChat | None]:
     """Validates and tokenises a request; also returns the chat that it asks for, if it does. Blocks while it tokenises.
     If the seed is absent, a random one is chosen.
 
     `deadline_s` in `time.monotonic()` seconds. `least_priority`: the lowest number that the caller may ask for, and
     what it gets unless it asks for one. `cache_scope`, `pool`: see `GenerationRequest`. `chats_have_control_tokens`:
-    see `Chat.has_control_tokens`. Raises InvalidInput, PromptTooLong, PermissionDenied (reason PRIORITY_NOT_ALLOWED),
-    Cancelled if the caller has gone, and PreconditionFailed (reason PROMPT_DIFFERS) if it resumes an answer to other
-    tokens.
+    see `Chat.has_control_tokens`. `router`: exact without one is served by what needs none. Raises InvalidInput,
+    PromptTooLong, PermissionDenied (reason PRIORITY_NOT_ALLOWED), Cancelled if the caller has gone, and
+    PreconditionFailed: PROMPT_DIFFERS if it resumes an answer to other tokens, ROUTER_REQUIRED for relaxed without a
+    router.
     """
     # The cheap checks come before the prompt is tokenised.
     priority = request.priority if request.HasField("priority") else least_priority
@@ -116,7 +119,15 @@ def to_generation_request(
         ),
         cache_scope=cache_scope,
         pool=pool,
+        router_version=router.version if router else 0,
+        router_alias=router.alias if router else "",
     )
+    if policy.name == "relaxed" and router is None:
+        raise PreconditionFailed(
+            "the policy relaxed needs a router, and none is published for this model: calibrate one with `neap "
+            "calibrate`, or ask for the policy exact or full",
+            reason="ROUTER_REQUIRED",
+        )
     return generation, chat
 
 

@@ -21,7 +21,6 @@ from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
 from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_model import ServedModel
-from inference_service.served_request import with_router
 from inference_service.tap import Tap
 from inference_service.tokenization import described, token_texts, tokenized
 from shared.chat.parser import MessageParser
@@ -139,6 +138,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         # Where a worker dies, its log has the requests that have begun and not ended: one of them may be the cause.
         client, behind = client_key(context), on_behalf_of(context)
         log.info("generation begins", request_id=current_request_id(), client=client, on_behalf_of=behind)
+        router: LoadedRouter | None = None
+        if request.depth.WhichOneof("policy") != "full":
+            choice = to_router_choice(request.router)
+            router = await self._routers.select(engine.loaded, choice, request_id=current_request_id(), pool=pool)
+            call.set_router(router.version if router else 0, by_default=choice == RouterChoice())
         generation, chat = await self._pools.requests.call(
             to_generation_request,
             request,
@@ -151,15 +155,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             chats_have_control_tokens=self._chats_have_control_tokens,
             cache_scope=pool if self._shares_prefixes_by_pool else "",
             pool=pool,
+            router=router,
         )
         if generation.constraint is not None and not engine.has_compiled(generation.constraint):
             await self._pools.constraints.call(engine.compile, generation.constraint)
-        router: LoadedRouter | None = None
-        if generation.policy.name != "full":
-            choice = to_router_choice(request.router)
-            router = await self._routers.select(engine.loaded, choice, request_id=generation.request_id, pool=pool)
-            generation = with_router(generation, router)
-            call.set_router(generation.router_version, by_default=choice == RouterChoice())
         if generation.resumed_ids:
             await _identified(engine)
         inexact = _why_inexact(request.resume, generation, engine)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared.errors import PreconditionFailed, Unavailable
+from shared.errors import Unavailable
+from shared.model.ranks.group import check_alike, first_line, not_met
 
 T = TypeVar("T")
 # How long a rank that has done its part waits for the first one, which measures and publishes.
@@ -58,15 +59,7 @@ class Ranks:
 
     def check(self, **identity: object) -> None:
         """Raises `PreconditionFailed` (RANKS_DIFFER) unless all ranks are the same in everything that is named."""
-        for rank, other in enumerate(self.everyones({name: str(value) for name, value in identity.items()})):
-            if differing := [name for name in identity if other.get(name) != str(identity[name])]:
-                name = differing[0]
-                raise PreconditionFailed(
-                    f"the ranks of this calibration differ in their {name.replace('_', ' ')}: rank {self.rank} has "
-                    f"{identity[name]}, rank {rank} has {other.get(name)}",
-                    reason="RANKS_DIFFER",
-                    metadata={"differs": name},
-                )
+        check_alike(self.everyones({name: str(value) for name, value in identity.items()}))
 
 
 class JoinedRanks(Ranks):
@@ -141,7 +134,7 @@ class JoinedRanks(Ranks):
         except RuntimeError as error:  # all that torch.distributed raises
             raise Unavailable(
                 f"another rank of this calibration has ended or did not answer within {timeout_s:.0f} s, so rank "
-                f"{self.rank} cannot go on: {_first_line(error)}",
+                f"{self.rank} cannot go on: {first_line(error)}",
                 reason="RANK_LOST",
             ) from error
 
@@ -149,27 +142,18 @@ class JoinedRanks(Ranks):
 @contextmanager
 def joined(timeout_s: float) -> Iterator[Ranks]:
     """Scope of the process group that the environment describes; one rank alone if it describes none. A rank waits at
-    most `timeout_s` for the others, here and later. Raises `Unavailable` (RANKS_NOT_FOUND)."""
+    most `timeout_s` for the others, here and later. Raises `Unavailable` (RANKS_MISSING)."""
     if (size := int(os.environ.get("WORLD_SIZE", "1"))) < 2:
         yield Ranks()
         return
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:  # also DistNetworkError and a variable that is missing
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise Unavailable(
-            f"the {size} ranks of this calibration have not met at {where} within {timeout_s:.0f} s: "
-            f"{_first_line(error)}",
-            reason="RANKS_NOT_FOUND",
-        ) from error
+        raise not_met(size, timeout_s, error) from error
     try:
         yield JoinedRanks(timeout_s)
     finally:
         dist.destroy_process_group()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def least_loaded(loads: Iterable[int]) -> int:

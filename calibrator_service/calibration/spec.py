@@ -1,13 +1,13 @@
 """What to calibrate, and on which text: checked when it is created, and told in digests and counts in the manifest.
 
-Free of torch: the service checks and stores specs without loading it. The calibration reads the same class.
+Free of torch and protobuf: the service checks requests without loading the one, the calibration runs without the other.
 Everybody who may generate may read a manifest, and it stays for ever. So it has neither prompts nor paths.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -160,16 +160,6 @@ class CalibrationSpec:
             raise _bad_spec("label", f"label is {self.label!r}; it must be agreement or cosine")
 
     @property
-    def prompts(self) -> tuple[str, ...]:
-        """The prompts of a SelfGenerated source; () for any other."""
-        return self.source.prompts if isinstance(self.source, SelfGenerated) else ()
-
-    def without_prompts(self) -> "CalibrationSpec":
-        if not isinstance(self.source, SelfGenerated):
-            return self
-        return replace(self, source=replace(self.source, prompts=()))
-
-    @property
     def may_have_parents_heads(self) -> bool:
         """Whether the router has the heads of its parent, with tables and confidences of its own, unless heads of its
         own are better: that of a pool, so that a worker can have hundreds (docs/decisions/025)."""
@@ -180,14 +170,6 @@ class CalibrationSpec:
     def uses_workers(self) -> bool:
         """Whether inference workers are asked to write its text, too."""
         return isinstance(self.source, SelfGenerated) and self.source.use_workers
-
-    def as_asked(self) -> "CalibrationSpec":
-        """The spec as its caller wrote it, without what was looked up since: an alias may name another version at the
-        next call."""
-        if self.parent is None:
-            return self
-        version = 0 if self.parent.alias else self.parent.version
-        return replace(self, parent=replace(self.parent, version=version, manifest_digest=""))
 
 
 def _bad_spec(field_name: str, message: str) -> InvalidInput:

@@ -15,8 +15,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import structlog
+from neap_client.calibration.v1 import calibration_pb2
 
-from calibrator_service.calibration.spec import CalibrationSpec, ParentRouter, ServedTraffic
+from calibrator_service.calibration.spec import ParentRouter, ServedTraffic
 from calibrator_service.job import Job, JobState
 from calibrator_service.jobs import JobStore
 from calibrator_service.learning.pools import LATEST, latest_of, pool_of_source
@@ -30,6 +31,7 @@ from shared.registry.contents import failed_checks
 from shared.registry.lease import Lease
 from shared.registry.names import learning_note
 from shared.registry.registry import Registry
+from shared.rpc.durations import duration_of
 from shared.service_settings import CalibratorSettings
 from shared.traffic.traffic import EXPIRE_EVERY_S, Batch, Traffic
 
@@ -176,17 +178,17 @@ class LearningSchedule:
     def _create(self, model_id: str, pool: str, state: PoolState, batches: list[Batch], alias: str) -> PoolState:
         """Creates the job. Where this process is killed before its note is kept, the repetition finds that job."""
         newest_s = max(batch.stored.last_modified_s for batch in batches)
-        source = ServedTraffic(pool)
-        spec = CalibrationSpec(
-            model_id,
-            source,
-            time_budget_s=self._settings.learn_budget_s,
-            parent=None if state.is_alone else self._parent(model_id, pool_of_source(source)),
+        parent = None if state.is_alone else self._parent(model_id, pool_of_source(ServedTraffic(pool)))
+        spec = calibration_pb2.CalibrationSpec(
+            model_id=model_id,
+            served_traffic=calibration_pb2.ServedTraffic(pool=pool),
+            time_budget=duration_of(self._settings.learn_budget_s, "the budget for learning"),
+            aliases=[alias],
+            parent=None if parent is None else calibration_pb2.ParentRouter(**asdict(parent)),
         )
         job = self._store.create(
             f"{learning_note(model_id, pool)}-{state.began_s}-{newest_s}",
             spec,
-            [alias],
             max_queued=self._settings.max_queued_jobs,
         )
         self._wake_queue()

@@ -92,28 +92,18 @@ def parse_generation(
             request = request.as_chat()
             given = {name: fields[name] for name in ECHOED if fields.get(name) is not None}
             echo = json_text(ECHOED | given).encode()
-        if isinstance(request, ChatRequest):
-            prompts = [pb.GenerateRequest(chat=_chat(request))]
-        else:
-            assert isinstance(request, CompletionRequest)
-            prompts = _prompts(request, max_choices)
-        shared_part = _common(request)
-        if model_defaults:
-            shared_part.model_defaults = True
-        elif not shared_part.sampling.HasField("temperature"):
-            shared_part.sampling.temperature = TEMPERATURE
+        assert isinstance(request, ChatRequest | CompletionRequest)
+        prompts = [{"chat": _chat(request)}] if isinstance(request, ChatRequest) else _prompts(request, max_choices)
+        calls = [_call(request, model_defaults=model_defaults, **prompt) for prompt in prompts]
     except UnicodeEncodeError as error:
         raise refused("a text has half of a surrogate pair", reason="BAD_JSON") from error
     num_choices = request.n or 1
-    if len(prompts) * num_choices > max_choices:
+    if len(calls) * num_choices > max_choices:
         raise refused(
-            f"the request has {len(prompts) * num_choices} choices (n times prompts); at most {max_choices} are "
-            "allowed",
+            f"the request has {len(calls) * num_choices} choices (n times prompts); at most {max_choices} are allowed",
             "n",
             reason="TOO_MANY_CHOICES",
         )
-    for prompt in prompts:
-        prompt.MergeFrom(shared_part)
     options = request.stream_options
     user = request.safety_identifier or request.user
     return RequestedGeneration(
@@ -123,8 +113,8 @@ def parse_generation(
         is_stream=bool(request.stream),
         includes_usage=bool(options and options.include_usage),
         continues_usage=bool(options and options.include_usage and options.continuous_usage_stats),
-        prompts=tuple(prompt.SerializeToString() for prompt in prompts),
-        prefixes=tuple(map(prefix_key, prompts)),
+        prompts=tuple(call.SerializeToString() for call in calls),
+        prefixes=tuple(map(prefix_key, calls)),
         num_choices=num_choices,
         seed=request.seed,
         log_fields={"user": user[:64]} if user else {},
@@ -163,7 +153,7 @@ def chat_of(messages: Sequence[Message], tools: Sequence[Tool], template: Templa
                 field = f"messages[{i}].{name}"
                 verb = "may not have" if getattr(message, name) else "must have"
                 raise refused(f"{field}: a message of this kind {verb} {name}", field)
-        calls = [_call(call) for call in message.tool_calls or []]
+        calls = [_tool_call(call) for call in message.tool_calls or []]
         chat.messages.add(
             # OpenAI's newer models call the role "system" "developer".
             role="system" if message.role == "developer" else message.role,
@@ -175,7 +165,7 @@ def chat_of(messages: Sequence[Message], tools: Sequence[Tool], template: Templa
     return chat
 
 
-def _call(call: ToolCall) -> pb.ToolCall:
+def _tool_call(call: ToolCall) -> pb.ToolCall:
     arguments = call.function.arguments
     text = arguments if isinstance(arguments, str) else json_text(arguments)
     return pb.ToolCall(id=call.id, name=call.function.name, arguments=text)
@@ -213,22 +203,20 @@ def _text(content: str | list[TextPart], between: str) -> str:
     return content if isinstance(content, str) else between.join(part.text for part in content)
 
 
-def _prompts(request: CompletionRequest, max_choices: int) -> list[pb.GenerateRequest]:
+def _prompts(request: CompletionRequest, max_choices: int) -> list[dict[str, Any]]:
     prompt = request.prompt
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     if len(prompts) > max_choices:
         raise refused(
             f"there are {len(prompts)} prompts; at most {max_choices} are allowed", "prompt", reason="TOO_MANY_CHOICES"
         )
-    return [
-        pb.GenerateRequest(text=part) if isinstance(part, str) else pb.GenerateRequest(token_ids=pb.TokenIds(ids=part))
-        for part in prompts
-    ]
+    return [{"text": part} if isinstance(part, str) else {"token_ids": pb.TokenIds(ids=part)} for part in prompts]
 
 
-def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
-    """Return the part of the call that all choices share, without the prompt and the seed."""
+def _call(request: ChatRequest | CompletionRequest, *, model_defaults: bool, **prompt: Any) -> pb.GenerateRequest:
+    """Return what all choices of a prompt share: the call without a seed."""
     call = pb.GenerateRequest(
+        **prompt,
         model_id=request.model,
         sampling=_sampling(request),
         stopping=_stopping(request),
@@ -236,6 +224,10 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
         logprobs=_logprobs(request),
         constraint=constraint(request.response_format, request.structured_outputs),
     )
+    if model_defaults:
+        call.model_defaults = True
+    elif not call.sampling.HasField("temperature"):
+        call.sampling.temperature = TEMPERATURE
     if isinstance(request, CompletionRequest) and request.echo:
         call.echo = True
         if request.logprobs is not None:

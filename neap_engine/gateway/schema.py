@@ -90,13 +90,12 @@ class Strict(BaseModel):
         Raises PydanticCustomError (unsupported_field) if one asks for something."""
         if not isinstance(fields, dict):
             return fields
-        remaining = {}
-        for name, value in fields.items():
-            if name not in cls.unsupported:
-                remaining[name] = value
-            elif value is not None and not any(_same(value, ok) for ok in cls.unsupported[name]):
+        neutral = [name for name in fields if name in cls.unsupported]
+        for name in neutral:
+            value = fields[name]
+            if value is not None and not any(_same(value, ok) for ok in cls.unsupported[name]):
                 raise PydanticCustomError("unsupported_field", "{field}", {"field": name})
-        return remaining
+        return {name: value for name, value in fields.items() if name not in neutral} if neutral else fields
 
 
 def _member(rule: Rule) -> tuple[Any, None]:

@@ -13,21 +13,23 @@ from pathlib import Path
 
 from calibrator_service import rank, recipe, worker_process
 from calibrator_service.calibration.ranks import Ranks
-from calibrator_service.calibration.spec import Progress
-from calibrator_service.job_process import ProcessConfig
+from calibrator_service.calibration.spec import CalibrationSpec, Progress
 from calibrator_service.lineage import ParentFiles
 from calibrator_service.recipe import Product
+from shared.service_settings import CalibratorSettings
 
 
 def run(
-    config: ProcessConfig,
+    spec: CalibrationSpec,
+    settings: CalibratorSettings,
+    work_dir: Path,
     parent_files: ParentFiles | None,
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
     ranks: Ranks,
 ) -> Product | None:
-    stopping = partial(_stop_in, config.work_dir, ranks.rank, progress)
-    return recipe.run(config, parent_files, stopping, should_stop, ranks)
+    stopping = partial(_stop_in, work_dir, ranks.rank, progress)
+    return recipe.run(spec, settings, work_dir, parent_files, stopping, should_stop, ranks)
 
 
 def _stop_in(work_dir: Path, rank: int, tell: Callable[[Progress], None], progress: Progress) -> None:

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from calibrator_service import recipe, worker_process
-from calibrator_service.calibration.spec import Progress
-from calibrator_service.job_process import ProcessConfig
+from calibrator_service.calibration.spec import CalibrationSpec, Progress
 from calibrator_service.lineage import ParentFiles
 from calibrator_service.recipe import Product
 from shared.errors import Cancelled, NotFound, UnsupportedModel
+from shared.service_settings import CalibratorSettings
 
 # The service's process starts in the repository, but finds modules of this folder only.
 MANIFEST = Path(__file__).parents[2] / "bench" / "router" / "manifest.json"
@@ -32,16 +32,18 @@ def count(work_dir: Path, name: str) -> int:
 
 
 def run(
-    config: ProcessConfig,
+    spec: CalibrationSpec,
+    settings: CalibratorSettings,
+    work_dir: Path,
     parent_files: ParentFiles | None,
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
     ranks: object = None,
 ) -> Product:
-    behaviour, work_dir = (*config.spec.prompts, "")[0], config.work_dir
+    behaviour = (*getattr(spec.source, "prompts", ()), "")[0]
     if behaviour == "real":
         stopping = partial(_stop_in, work_dir, progress)
-        return recipe.run(config, parent_files, stopping, should_stop)
+        return recipe.run(spec, settings, work_dir, parent_files, stopping, should_stop)
     attempt = count(work_dir, "attempts")
     progress(Progress("collecting", 0.25, {"tokens": 1000.0, "attempt": float(attempt)}))
     if behaviour == "wait":
@@ -59,7 +61,7 @@ def run(
     if behaviour == "bug":
         raise RuntimeError("secret detail")
     if behaviour == "no-model":
-        raise NotFound(f"there is no model at {config.settings.sources['tiny'].source}", reason="MODEL_NOT_FOUND")
+        raise NotFound(f"there is no model at {settings.sources['tiny'].source}", reason="MODEL_NOT_FOUND")
     if behaviour == "unsupported":
         raise UnsupportedModel("no decoder layers were found")
     if behaviour == "no-dataset":

@@ -1,11 +1,13 @@
 """Conversion of specs and published routers to and from protos."""
 
+from typing import Any
+
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service.convert import version_to_proto
-from calibrator_service.spec_messages import read_stored_spec, spec_from_proto, spec_to_proto, stored_spec
+from calibrator_service.spec_messages import as_asked, read_spec, spec_from_proto, stored_spec
 from shared.ladder.artefact import pack_ladder
 from shared.model.loaded import wrap_model
 from shared.registry.base import PublishedVersion
@@ -18,19 +20,25 @@ def test_a_time_budget_keeps_its_fractions(nanoseconds: int) -> None:
     budget = Duration()
     budget.FromNanoseconds(nanoseconds)
     given = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated(), time_budget=budget)
-    spec = spec_from_proto(given)
-    assert spec.time_budget_s == pytest.approx(nanoseconds / 1e9)
-    assert spec_to_proto(spec, []).time_budget == budget
+    assert spec_from_proto(given).time_budget_s == pytest.approx(nanoseconds / 1e9)
+    assert read_spec(stored_spec(given)[0], "cal-1")[0].time_budget == budget
 
 
 def test_a_request_may_ask_for_workers_and_the_stored_spec_keeps_it() -> None:
     for uses in (False, True):
         source = pb.SelfGenerated(prompts=["a"], use_workers=uses)
-        spec = spec_from_proto(pb.CalibrationSpec(model_id="tiny", self_generated=source))
-        assert spec_to_proto(spec, []).self_generated == source
-        stored = stored_spec(spec)
-        assert "prompts" not in stored
-        assert read_stored_spec(stored, ["a"]) == spec
+        message = pb.CalibrationSpec(model_id="tiny", self_generated=source)
+        stored, prompts = stored_spec(message)
+        assert not read_spec(stored, "cal-1")[0].self_generated.prompts
+        assert read_spec(stored + prompts, "cal-1") == (message, spec_from_proto(message))
+
+
+def test_only_what_was_looked_up_is_no_part_of_what_was_asked() -> None:
+    def asked(**parent: Any) -> bytes:
+        return as_asked(pb.CalibrationSpec(parent=pb.ParentRouter(**parent)).SerializeToString())
+
+    assert asked(alias="a", version=3, manifest_digest="x") == asked(alias="a") != asked(alias="b")
+    assert asked(version=3, manifest_digest="x") == asked(version=3) != asked(version=4)
 
 
 def test_figures_of_a_packed_ladder_are_converted() -> None:

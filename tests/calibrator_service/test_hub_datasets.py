@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from datasets import packaged_modules
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
-from calibrator_service.calibration.spec import CalibrationSpec, HubDataset
 from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
 from calibrator_service.job import JobState
 from calibrator_service.job_process import ProcessConfig
@@ -66,7 +66,7 @@ def test_only_allowed_datasets_are_read():
 def test_a_job_checks_its_dataset_again(tmp_path, name, allowed, reason):
     """Another version of the service or other settings may have created the job."""
     settings = CalibratorSettings(hub_datasets=allowed)
-    spec = CalibrationSpec("tiny", HubDataset(name))
+    spec = pb.CalibrationSpec(model_id="tiny", hub_dataset=pb.HubDataset(name=name)).SerializeToString()
     link: Any = SimpleNamespace(progress=lambda _: None)
     ended = run_job(ProcessConfig("cal-1", 1, 1, spec, tmp_path, settings), link)
     assert (ended.state, ended.reason) == (JobState.FAILED, reason)

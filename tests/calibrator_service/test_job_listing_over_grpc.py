@@ -63,7 +63,7 @@ def test_unreadable_records_do_not_hide_other_jobs(service):
     service.kill()
     database = service.folder / "calibrator" / "jobs.db"
     for state, calibration_id in bad.items():
-        rewrite(database, calibration_id, state=state, spec='{"modelId": "tiny", "radio": {}}')
+        rewrite(database, calibration_id, state=state, spec=b"\n\x04tiny\x12\x00\xaa\x06\x00")
     service.start()
     cancel = pb.CancelCalibrationRequest(calibration_id=blocker.calibration_id)
     service.calibrations.CancelCalibration(cancel, timeout=60)

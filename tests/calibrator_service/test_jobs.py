@@ -4,28 +4,29 @@ import os
 import sqlite3
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service import jobs
-from calibrator_service.calibration.spec import (
-    AnswerFile,
-    CalibrationSpec,
-    HubDataset,
-    Progress,
-    SelfGenerated,
-    TextFile,
-)
+from calibrator_service.calibration.spec import Progress
 from calibrator_service.job import Ended, Job, JobState, Problem
 from calibrator_service.jobs import MAX_RESUMES, JobStore
-from calibrator_service.spec_messages import stored_spec
 from shared.errors import AlreadyExists, Corrupt, PreconditionFailed
 from shared.registry.base import PublishedVersion
 from tests.calibrator_service.conftest import REPOSITORY, rewrite
+from tests.reasons import raises
 
-SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, exit_depths=(1, 2))
+SPEC = pb.CalibrationSpec(
+    model_id="tiny",
+    self_generated=pb.SelfGenerated(prompts=["a", "b"], max_new_tokens=5),
+    time_budget=Duration(seconds=1),
+    exit_depths=[1, 2],
+    aliases=["latest"],
+)
 FINISHED = Ended(JobState.PUBLISHING)
 
 
@@ -34,8 +35,8 @@ def store(tmp_path: Path) -> JobStore:
     return JobStore(tmp_path / "jobs.db")
 
 
-def create(store: JobStore, request_id: str = "one", spec: CalibrationSpec = SPEC) -> Job:
-    return store.create(request_id, spec, ["latest"], max_queued=99)
+def create(store: JobStore, request_id: str = "one", spec: pb.CalibrationSpec = SPEC) -> Job:
+    return store.create(request_id, spec, max_queued=99)
 
 
 def started(store: JobStore) -> str:
@@ -44,13 +45,29 @@ def started(store: JobStore) -> str:
     return job.calibration_id
 
 
-@pytest.mark.parametrize("source", [SPEC.source, TextFile("a", "b"), AnswerFile("a"), HubDataset("a", "b")])
+SOURCES = {
+    "self_generated": SPEC.self_generated,
+    "text_file": pb.TextFile(path="a", field="b"),
+    "answer_file": pb.AnswerFile(path="a"),
+    "hub_dataset": pb.HubDataset(name="a", config="b"),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_a_stored_spec_is_read_back(store, source):
-    spec = CalibrationSpec("tiny", source, time_budget_s=1.5, exit_depths=(1, 2))
+    spec = with_source(**{source: SOURCES[source]})
     job_id = create(store, spec=spec).calibration_id
-    assert store.get(job_id, with_prompts=True).spec == spec
-    claimed = store.claim()
-    assert claimed.spec == spec
+    assert store.get(job_id, with_prompts=True).message == spec
+    assert not store.get(job_id).message.self_generated.prompts
+    assert store.claim().message == spec
+
+
+def with_source(**source: object) -> pb.CalibrationSpec:
+    spec = pb.CalibrationSpec(**source)
+    for field, value in SPEC.ListFields():
+        if field.containing_oneof is None:
+            spec.MergeFrom(pb.CalibrationSpec(**{field.name: value}))
+    return spec
 
 
 def test_an_end_is_recorded_once(store):
@@ -122,7 +139,7 @@ def test_old_jobs_are_removed_but_none_that_is_not_published(store):
 
 @pytest.mark.parametrize("end", ["cancelled while it waits", "cancelled while it runs", "failed", "published"])
 def test_a_job_that_has_ended_keeps_the_digest_of_its_prompts_only(store, tmp_path, end):
-    spec = replace(SPEC, source=SelfGenerated(("a secret of somebody", "b")))
+    spec = with_source(self_generated=pb.SelfGenerated(prompts=["a secret of somebody", "b"]))
     job_id = create(store, spec=spec).calibration_id
     if end == "cancelled while it waits":
         store.cancel(job_id)
@@ -135,13 +152,13 @@ def test_a_job_that_has_ended_keeps_the_digest_of_its_prompts_only(store, tmp_pa
             state = JobState.FAILED if end == "failed" else JobState.CANCELLED
             store.record_end(job_id, Ended(state, "A", "b"))
     job = store.get(job_id, with_prompts=True)
-    assert (job.state.has_ended, job.num_prompts, job.spec) == (True, 2, spec.without_prompts())
-    (kept,) = store.database.rows("SELECT prompts FROM job_prompts")
-    assert "secret" not in kept["prompts"]
+    assert (job.state.has_ended, job.num_prompts, job.message) == (True, 2, with_source(self_generated={}))
+    assert not store.database.rows("SELECT * FROM job_prompts")
+    assert b"secret" not in job.spec
     assert create(store, spec=spec).calibration_id == job_id
-    for other in (SelfGenerated(("a secret of somebody", "c")), SelfGenerated(), SelfGenerated((kept["prompts"],))):
+    for other in (["a secret of somebody", "c"], [], [job.prompts_digest]):
         with pytest.raises(AlreadyExists):
-            create(store, spec=replace(spec, source=other))
+            create(store, spec=with_source(self_generated={"prompts": other}))
 
 
 def test_of_jobs_made_and_cancelled_fast_the_last_records_stay(store, monkeypatch):
@@ -151,7 +168,7 @@ def test_of_jobs_made_and_cancelled_fast_the_last_records_stay(store, monkeypatc
         last = store.cancel(create(store, f"request-{number}").calibration_id).calibration_id
     assert len(states := store.states()) == 6
     assert (states[waiting], states[last]) == ("queued", "cancelled")
-    assert len(store.database.rows("SELECT * FROM job_prompts")) == 6
+    assert len(store.database.rows("SELECT * FROM job_prompts")) == 1
 
 
 def test_a_store_of_another_version_is_refused(store, tmp_path):
@@ -214,30 +231,31 @@ def test_two_processes_never_claim_the_same_job(store, tmp_path):
     assert len(one) + len(two) == len({*one, *two}) == 20
 
 
-STORED = stored_spec(SPEC)
+def changed(change: Callable[[pb.CalibrationSpec], object]) -> bytes:
+    spec = with_source(self_generated={})
+    change(spec)
+    return spec.SerializeToString()
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        STORED.replace("selfGenerated", "radio"),
-        STORED.replace("1.500s", "9300000000000s"),
-        STORED.replace('"seed"', '"sea"'),
-        STORED.replace("LABEL_AGREEMENT", "LABEL_ACCORD"),
-        STORED.replace('"confidenceWidth": 128', '"confidenceWidth": 8193'),
-        "7",
-        "{",
+        changed(lambda spec: spec.time_budget.FromSeconds(9_300_000_000_000)),
+        changed(lambda spec: setattr(spec, "label", 7)),
+        changed(lambda spec: setattr(spec, "confidence_width", 8193)),
+        pytest.param(changed(lambda spec: None) + b"\xaa\x06\x01a", id="a field of a newer build"),
+        pytest.param(b"\x12\x04\xaa\x06\x01a", id="one of its source"),
+        b"{",
     ],
 )
-def test_the_queue_passes_over_a_spec_that_cannot_be_read(store, tmp_path, spec):
+def test_a_spec_that_cannot_be_read_has_a_reason_and_stops_no_other(store, tmp_path, spec):
     bad, good = create(store, "bad"), create(store, "good")
     rewrite(tmp_path / "jobs.db", bad.calibration_id, spec=spec)
     claimed = store.claim()
-    assert isinstance(claimed.spec, Corrupt)
-    assert claimed.spec.reason == "JOB_UNREADABLE"
-    assert claimed.spec.metadata["calibration_id"] == bad.calibration_id
-    ended = Ended(JobState.FAILED, claimed.spec.reason, claimed.spec.message)
-    after = store.record_end(bad.calibration_id, ended)
-    assert (after.state, after.failure_reason) == (JobState.FAILED, "JOB_UNREADABLE")
-    claimed = store.claim()
-    assert claimed.calibration_id == good.calibration_id
+    with raises(Corrupt, "JOB_UNREADABLE", match=f"{bad.calibration_id} cannot be read") as caught:
+        assert claimed.message
+    assert caught.value.metadata["calibration_id"] == bad.calibration_id
+    with pytest.raises(AlreadyExists):
+        create(store, "bad")
+    assert store.claim().message == SPEC
+    assert {job.calibration_id for job in store.list()} == {bad.calibration_id, good.calibration_id}

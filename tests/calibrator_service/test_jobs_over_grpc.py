@@ -37,7 +37,6 @@ def test_job_from_create_to_published(service):
     assert list(service.watch(job)) == [end]
     assert end.spec.seed == 7
     assert list(end.spec.exit_depths) == [1]
-    assert end.spec.label == pb.LABEL_AGREEMENT
     wait_until(lambda: not list((service.folder / "calibrator" / "work").iterdir()))
 
 

@@ -119,7 +119,7 @@ def test_a_job_keeps_the_version_that_its_alias_named(service):
     asked = {"parent": pb.ParentRouter(alias="latest")}
     waits = service.create("wait-once", "two", **asked)
     parent = waits.spec.parent
-    assert (parent.version, parent.alias, parent.share) == (1, "latest", 1.0)
+    assert (parent.version, parent.alias) == (1, "latest")
     assert parent.manifest_digest == service.version(1).manifest_digest
     service.wait_for(waits, pb.PHASE_COLLECTING)
     with closing(open_registry(str(service.folder / "registry"))) as registry:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
-from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.job import Ended, JobState
 from calibrator_service.job_process import JobFolder
 from calibrator_service.metrics import CalibratorMetrics
@@ -15,7 +14,7 @@ from shared.service_settings import CalibratorSettings
 from tests.exported_metrics import scraped
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-SPEC = CalibrationSpec("tiny", SelfGenerated())
+SPEC = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())
 
 
 def test_a_service_counts_the_outcomes_of_its_jobs(start_service):
@@ -60,7 +59,7 @@ def test_an_unreadable_store_hides_only_its_own_metrics(tmp_path, monkeypatch):
 def test_the_document_explains_every_metric_and_its_labels(tmp_path):
     metrics = CalibratorMetrics()
     supervisor = Supervisor(JobFolder(tmp_path), CalibratorSettings(), metrics=metrics)
-    job = supervisor.store.create("one", SPEC, [], max_queued=9)
+    job = supervisor.store.create("one", SPEC, max_queued=9)
     assert supervisor.store.claim() is not None
     ended = Ended(JobState.FAILED, "BECAUSE", "of that")
     metrics.count_ended_job(supervisor.store.record_end(job.calibration_id, ended))
@@ -69,7 +68,7 @@ def test_the_document_explains_every_metric_and_its_labels(tmp_path):
     metrics.served_reports.labels("taken").inc()
     metrics.verdicts.labels("tiny", "grow").inc()
     metrics.alarms.labels("tiny", "lost_acceptance").inc()
-    supervisor.store.create("two", SPEC, [], max_queued=9)
+    supervisor.store.create("two", SPEC, max_queued=9)
     assert supervisor.store.claim() is not None
     exported = {}
     for family in metrics.registry.collect():

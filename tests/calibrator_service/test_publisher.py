@@ -5,10 +5,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service import publisher as module
 from calibrator_service import service_thread
-from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.job import Ended, Job, JobState
 from calibrator_service.job_process import JobFolder
 from calibrator_service.jobs import JobStore
@@ -73,8 +73,9 @@ def start(
 
 
 def finished(folder: JobFolder, store: JobStore, product: Product) -> Job:
-    spec = CalibrationSpec("tiny", SelfGenerated(("a",)))
-    job = store.create("one", spec, ["latest"], max_queued=9)
+    source = pb.SelfGenerated(prompts=["a"])
+    spec = pb.CalibrationSpec(model_id="tiny", self_generated=source, aliases=["latest"])
+    job = store.create("one", spec, max_queued=9)
     assert store.claim() is not None
     folder.work(job.calibration_id).mkdir(parents=True)
     save_product(folder.work(job.calibration_id), product)

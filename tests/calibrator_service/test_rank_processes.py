@@ -14,7 +14,7 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from calibrator_service import rank
 from calibrator_service.calibration.ranks import Ranks
 from calibrator_service.calibration.spec import CalibrationSpec
-from calibrator_service.spec_messages import read_stored_spec, stored_spec
+from calibrator_service.spec_messages import read_spec, stored_spec
 from shared.errors import InvalidInput, PreconditionFailed
 from shared.registry.factory import open_registry
 from shared.service_settings import CalibratorSettings
@@ -33,8 +33,8 @@ SPEC = {
 
 
 def test_ranks_are_kept_with_a_job_and_bounded():
-    spec = CalibrationSpec("tiny", ranks=3)
-    assert read_stored_spec(stored_spec(spec), ()) == spec
+    message = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated(), ranks=3)
+    assert read_spec(b"".join(stored_spec(message)), "cal-1") == (message, CalibrationSpec("tiny", ranks=3))
     for wrong in (0, 65):
         with raises(InvalidInput, "BAD_SPEC", match="ranks"):
             CalibrationSpec("tiny", ranks=wrong)

@@ -18,7 +18,6 @@ from calibrator_service import recipe
 from calibrator_service.calibration import plan
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.statistics import Statistics, read_statistics
-from calibrator_service.job_process import ProcessConfig
 from calibrator_service.spec_messages import spec_from_proto
 from neap_engine.cli.main import app
 from shared.errors import Cancelled, InvalidInput, UnsupportedModel
@@ -44,8 +43,7 @@ PROMPTS = [" ".join(f"w{number + at}" for at in range(2, 8)) for number in range
 def run(source: Path, spec: CalibrationSpec, work_dir: Path, *, stop: bool = False, **options: str) -> recipe.Product:
     """The work of a job, in this process."""
     settings = CalibratorSettings(models=f"tiny={source}", **options)
-    config = ProcessConfig("cal-1", 1, 1, spec, work_dir, settings)
-    return recipe.run(config, None, lambda _: None, lambda: stop)
+    return recipe.run(spec, settings, work_dir, None, lambda _: None, lambda: stop)
 
 
 def real_job(service: Service, request_id: str = "one") -> pb.Calibration:

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service import job_process, service_thread
 from calibrator_service import supervisor as module
-from calibrator_service.calibration.spec import CalibrationSpec, Progress, SelfGenerated
+from calibrator_service.calibration.spec import Progress
 from calibrator_service.job import Job, JobState, Problem
 from calibrator_service.job_process import JobFolder
 from calibrator_service.jobs import MAX_RESUMES, JobStore
@@ -17,7 +18,7 @@ from shared.errors import Exhausted
 from shared.service_settings import CalibratorSettings
 from tests.waiting import wait_until
 
-SPEC = CalibrationSpec("tiny", SelfGenerated())
+SPEC = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())
 
 
 def supervisor_of(folder: Path) -> Supervisor:
@@ -34,8 +35,8 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 
 
 def create(supervisor: Supervisor, *prompts: str) -> Job:
-    spec = CalibrationSpec("tiny", SelfGenerated(prompts))
-    return supervisor.store.create("one", spec, [], max_queued=9)
+    spec = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated(prompts=prompts))
+    return supervisor.store.create("one", spec, max_queued=9)
 
 
 @pytest.mark.parametrize("before", [None, 0o755, 0o770], ids=["new", "open to all", "shared with a group"])
@@ -105,7 +106,7 @@ def test_a_process_that_says_nothing_is_killed_and_one_that_cannot_be_recorded_g
     assert (after.state, after.num_deaths) == (JobState.SUCCEEDED, 0), after.failure_message
 
     monkeypatch.setattr(module, "SILENCE_TIMEOUT_S", 0.0)
-    stuck = supervisor.store.create("two", SPEC, [], max_queued=9)
+    stuck = supervisor.store.create("two", SPEC, max_queued=9)
     supervisor.queue.wake()
     wait_until(lambda: supervisor.store.get(stuck.calibration_id).num_deaths > 0)
 
@@ -129,7 +130,7 @@ def test_records_and_logs_of_old_jobs_are_removed(tmp_path):
     folder = JobFolder(tmp_path)
     first = supervisor_of(tmp_path)
     kept = create(first, "one")
-    old = first.store.create("two", SPEC, [], max_queued=9)
+    old = first.store.create("two", SPEC, max_queued=9)
     first.store.cancel(old.calibration_id)
     for name in (kept.calibration_id, old.calibration_id, "cal-unknown"):
         folder.log(name).write_text("what happened")

@@ -6,13 +6,13 @@ import pytest
 from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
 
-from inference_service.served_request import with_router
+from inference_service.convert import to_generation_request
 from shared.engine.engine import Engine
-from shared.engine.request.request import GenerationRequest
+from shared.errors import PreconditionFailed
 from shared.ladder.artefact import pack_ladder
-from shared.ladder.policy import DepthPolicy
 from shared.registry.factory import open_registry
 from tests.generation import request_of
+from tests.reasons import raises
 from tests.worker import build_ladder, serving
 
 EXACT = pb.DepthPolicy(exact=pb.Exact(max_drafts=3))
@@ -68,6 +68,11 @@ def test_a_threshold_holds_for_sampled_and_constrained_answers(client):
         assert finished.usage.num_completion_tokens
 
 
-def test_exact_does_without_a_router():
-    exact = GenerationRequest((1,), policy=DepthPolicy("exact"))
-    assert with_router(exact, None) == exact
+def test_relaxed_needs_a_router_and_exact_does_without(loaded):
+    with raises(PreconditionFailed, "ROUTER_REQUIRED"):
+        to_generation_request(asked(relaxed(margin=0.1)), loaded, request_id="r")
+    assert to_generation_request(asked(None), loaded, request_id="r")[0].router_version == 0
+
+
+def asked(depth: pb.DepthPolicy | None) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), depth=depth)

@@ -46,8 +46,8 @@ def test_torchrun_and_the_rank_take_what_a_pod_gives_them(objects, monkeypatch):
     assert rank.main([*launch.training_script_args, "--request-id", "one"]) == 0
     [(ranks, text, request_id, work_dir, settings)] = asked
     assert (type(ranks), str(work_dir)) == (Ranks, "/data/one")
-    read = rank.read_job(text, request_id, settings)
-    assert (read.model_id, read.aliases, read.spec.max_tokens) == ("tiny", ("latest",), 700_000)
+    aliases, read = rank.read_request(text, settings)
+    assert (request_id, list(aliases), read.model_id, read.max_tokens) == ("one", ["latest"], "tiny", 700_000)
     assert make_settings(CalibratorSettings).device == "cuda"
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in spec["volumes"]}

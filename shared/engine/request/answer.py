@@ -45,8 +45,7 @@ class DecodedAnswer:
         self.resumed_texts: list[str] = []
         self.constraint = constraint
         self.end_token_ids = request.stopping.end_token_ids(loaded.eos_token_ids)
-        self._stop_token_ids = request.stopping.stop_token_ids
-        self._min_tokens = request.sampling.min_tokens
+        self._request = request
         self._detokenizer = Detokenizer(loaded.tokenizer, request.shown_special_ids)
         stop_strings = request.stopping.stop_strings
         self._stops = StopStrings(stop_strings) if stop_strings else None
@@ -80,7 +79,7 @@ class DecodedAnswer:
             self.num_tokens += 1
             if self.constraint is not None:
                 self.constraint.push(token_id)
-            if token_id in self._stop_token_ids:
+            if token_id in self._request.stopping.stop_token_ids:
                 self.end = FinishReason.STOP_TOKEN, str(token_id)
                 break
             if token_id in self.end_token_ids:
@@ -109,7 +108,7 @@ class DecodedAnswer:
 
     def _checked(self, text: str) -> tuple[str, str | None]:
         """As `StopStrings.push`. The text of the first `min_tokens` tokens is no part of a stop string."""
-        if self._stops is None or self.num_tokens <= self._min_tokens:
+        if self._stops is None or self.num_tokens <= self._request.sampling.min_tokens:
             return text, None
         return self._stops.push(text)
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from operator import attrgetter
+from typing import Any
 
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import AfterEvents, GenerationHandle, OnEvent, OnStates
@@ -11,6 +13,10 @@ from shared.ladder.ladder import Ladder
 
 # How often a request is put back into the queue at most. Each time it reads its tokens again.
 MAX_PUT_BACK = 8
+
+
+def _of_request(name: str) -> Any:
+    return property(attrgetter(f"request.{name}"))
 
 
 class EngineJob(GenerationHandle):
@@ -39,12 +45,16 @@ class EngineJob(GenerationHandle):
         if request.constraint is not None and answer.constraint is not None:
             self.unenforced = [*request.constraint.unenforced, *answer.constraint.warnings]
         self.num_prompt_tokens = len(request.given_ids)
-        self.deadline_s = request.deadline_s
-        self.priority, self.turn = request.priority, 0.0
-        self.client, self.on_behalf_of = request.client, request.on_behalf_of
+        self.turn = 0.0
         self._num_put_back = 0
         self.awaited: Future[None] | None = None
         self.sequence: DecodingSequence | None = None
+
+    # As the scheduler asks for them.
+    priority: int = _of_request("priority")
+    deadline_s: float = _of_request("deadline_s")
+    client: str = _of_request("client")
+    on_behalf_of: str = _of_request("on_behalf_of")
 
     @property
     def may_be_put_back(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -98,18 +99,37 @@ class Ranks:
         dist.broadcast(states, 0, group=self._passes)
 
     def check_alike(self, facts: dict[str, str]) -> None:
-        """Raises `PreconditionFailed` (reason RANKS_DIFFER) unless all ranks have the same facts. All ranks call it."""
+        """As the function `check_alike`, with facts about this machine beside those given. All ranks call it."""
         theirs: list[Any] = [None] * self.size
         dist.all_gather_object(theirs, facts | {"cpu_path": ops.cpu_isa(), "torch": torch.__version__})
-        for rank, other in enumerate(theirs):
-            for name, value in other.items():
-                if value != theirs[0][name]:
-                    raise PreconditionFailed(
-                        f"the {name} of rank {rank} is {value}, and that of rank 0 is {theirs[0][name]}: all ranks of "
-                        "a worker must run the same release with the same settings and models",
-                        reason="RANKS_DIFFER",
-                        metadata={"rank": str(rank), "differs": name},
-                    )
+        check_alike(theirs)
+
+
+def check_alike(facts: Sequence[Mapping[str, str]]) -> None:
+    """Raises `PreconditionFailed` (reason RANKS_DIFFER) unless all ranks have the same `facts`, by rank."""
+    for rank, theirs in enumerate(facts):
+        for name in {**facts[0], **theirs}:
+            if (value := theirs.get(name)) != (first := facts[0].get(name)):
+                raise PreconditionFailed(
+                    f"the ranks differ in their {name.replace('_', ' ')}: rank 0 has {first}, rank {rank} has {value}. "
+                    "All must run the same release with the same settings and models",
+                    reason="RANKS_DIFFER",
+                    metadata={"rank": str(rank), "differs": name},
+                )
+
+
+def not_met(size: int, timeout_s: float, error: Exception) -> Unavailable:
+    """Why ranks have not begun."""
+    rank, address, port = map(os.environ.get, ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    return Unavailable(
+        f"the {size} ranks have not met at {address}:{port} within {timeout_s:g} s; rank {rank} gives up: "
+        f"{first_line(error)}",
+        reason="RANKS_MISSING",
+    )
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def join_ranks(size: int, *, device: str, timeout_s: float, pass_timeout_s: float, store: Any = None) -> Ranks:
@@ -137,14 +157,7 @@ def join_ranks(size: int, *, device: str, timeout_s: float, pass_timeout_s: floa
         )
         return Ranks(pass_timeout_s, device)
     except (RuntimeError, ValueError) as error:  # torch's own errors of its store and backends are RuntimeErrors
-        raise Unavailable(
-            f"the {size} ranks have not met within {timeout_s:g} s; rank {rank} gives up: {_first_line(error)}",
-            reason="RANKS_MISSING",
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+        raise not_met(size, timeout_s, error) from error
 
 
 def _added(parts: Tensor) -> Tensor:

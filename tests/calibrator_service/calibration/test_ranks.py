@@ -142,5 +142,5 @@ def test_ranks_that_never_meet(monkeypatch, rank):
     [port] = free_ports(1)
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
-    with raises(Unavailable, "RANKS_NOT_FOUND", match="the 2 ranks of this calibration have not met"), joined(1.0):
+    with raises(Unavailable, "RANKS_MISSING", match="the 2 ranks have not met"), joined(1.0):
         pass

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service.calibration.spec import CalibrationSpec, ServedTraffic
 from calibrator_service.job import Ended, Job, JobState
@@ -14,6 +15,7 @@ from calibrator_service.jobs import JobStore
 from calibrator_service.learning import schedule as module
 from calibrator_service.learning.schedule import LearningSchedule
 from calibrator_service.metrics import CalibratorMetrics
+from calibrator_service.spec_messages import read_spec
 from shared.errors import Unavailable
 from shared.ladder.blob_names import LADDER_BLOB, STATISTICS_BLOB
 from shared.registry import lease
@@ -100,6 +102,10 @@ def end(service: SimpleNamespace, job: Job, ended: Ended | None = None) -> None:
     service.store.record_end(job.calibration_id, ended or Ended(JobState.CANCELLED))
 
 
+def spec_of(job: Job) -> CalibrationSpec:
+    return read_spec(job.spec, job.calibration_id)[1]
+
+
 def test_a_pool_with_enough_new_answers_learns_and_then_waits_for_more(place):
     service = place.service()
     place.serve("legal", 30)
@@ -108,8 +114,9 @@ def test_a_pool_with_enough_new_answers_learns_and_then_waits_for_more(place):
     place.serve("legal", 30)
     service.schedule._look()
     (job,) = jobs(service)
-    assert (job.spec.source, job.aliases, job.spec.parent) == (ServedTraffic("legal"), ("latest@legal",), None)
-    assert job.spec.time_budget_s == 150.0
+    spec = spec_of(job)
+    assert (spec.source, list(job.message.aliases), spec.parent) == (ServedTraffic("legal"), ["latest@legal"], None)
+    assert spec.time_budget_s == 150.0
     assert service.woken
     note = place.registry.note(learning_note(MODEL, "legal"))
     assert (note["last_job"], note["why"], note["outcome"]) == (job.calibration_id, "60 new tokens", "")
@@ -133,7 +140,7 @@ def test_the_pool_of_all_moves_the_models_own_alias(place):
     service = place.service()
     place.serve()
     service.schedule._look()
-    assert [job.aliases for job in jobs(service)] == [("latest",)]
+    assert [list(job.message.aliases) for job in jobs(service)] == [["latest"]]
 
 
 def test_a_job_goes_on_from_the_pools_router_else_from_the_models(place):
@@ -147,7 +154,7 @@ def test_a_job_goes_on_from_the_pools_router_else_from_the_models(place):
     end(service, legal)
     service.schedule._look()
     (_, shop) = jobs(service)
-    assert [job.spec.parent.version for job in (legal, shop)] == [theirs, own]
+    assert [spec_of(job).parent.version for job in (legal, shop)] == [theirs, own]
 
 
 def test_a_router_of_another_pool_is_nobodys_parent(place):
@@ -156,7 +163,7 @@ def test_a_router_of_another_pool_is_nobodys_parent(place):
     place.publish(1, "latest@legal", "latest", pool="shop")
     place.serve("legal")
     service.schedule._look()
-    assert jobs(service)[0].spec.parent is None
+    assert spec_of(jobs(service)[0]).parent is None
 
 
 def test_a_parent_without_statistics_is_left_out(place):
@@ -164,12 +171,12 @@ def test_a_parent_without_statistics_is_left_out(place):
     place.publish(1, "latest", statistics=False)
     place.serve()
     service.schedule._look()
-    assert jobs(service)[0].spec.parent is None
+    assert spec_of(jobs(service)[0]).parent is None
     end(service, jobs(service)[0])
     place.serve("legal")  # a pool needs its heads alone
     service.schedule._look()
-    assert jobs(service)[-1].spec.parent.version == 1
-    assert jobs(service)[-1].spec.may_have_parents_heads
+    assert spec_of(jobs(service)[-1]).parent.version == 1
+    assert spec_of(jobs(service)[-1]).may_have_parents_heads
 
 
 def test_a_restart_goes_on(place):
@@ -214,12 +221,14 @@ def test_of_two_services_one_acts_and_the_other_takes_over(place):
     place.serve("shop")
     second.schedule._look()
     # What runs at the other is not begun again: that pool has nothing new.
-    assert [job.aliases for job in jobs(second)] == [("latest@shop",)]
+    assert [list(job.message.aliases) for job in jobs(second)] == [["latest@shop"]]
 
 
 def test_clients_jobs_come_first(place):
     service = place.service()
-    client = service.store.create("a", CalibrationSpec(MODEL), ["latest"], max_queued=9)
+    client = service.store.create(
+        "a", pb.CalibrationSpec(model_id=MODEL, self_generated=pb.SelfGenerated()), max_queued=9
+    )
     place.serve("legal")
     service.schedule._look()
     assert len(jobs(service)) == 1
@@ -236,11 +245,11 @@ def test_a_version_on_trial_is_waited_for(place):
     place.serve("legal")
     place.serve("shop")
     service.schedule._look()
-    assert [job.aliases for job in jobs(service)] == [("latest@shop",)]
+    assert [list(job.message.aliases) for job in jobs(service)] == [["latest@shop"]]
     end(service, jobs(service)[0])
     place.registry.promote_canary(MODEL, "latest@legal")
     service.schedule._look()
-    assert [job.aliases for job in jobs(service)] == [("latest@shop",), ("latest@legal",)]
+    assert [list(job.message.aliases) for job in jobs(service)] == [["latest@shop"], ["latest@legal"]]
 
 
 def test_where_acceptance_was_lost_less_text_does(place):
@@ -251,7 +260,7 @@ def test_where_acceptance_was_lost_less_text_does(place):
     assert not jobs(service)
     lost.add((MODEL, "latest@legal"))
     service.schedule._look()
-    assert [job.aliases for job in jobs(service)] == [("latest@legal",)]
+    assert [list(job.message.aliases) for job in jobs(service)] == [["latest@legal"]]
 
 
 def test_a_job_that_failed_is_repeated_after_longer_and_longer(place, monkeypatch):
@@ -269,7 +278,7 @@ def test_a_job_that_failed_is_repeated_after_longer_and_longer(place, monkeypatc
     now_s += 60
     service.schedule._look()
     assert len(jobs(service)) == 2
-    assert jobs(service)[1].spec.parent is not None
+    assert spec_of(jobs(service)[1]).parent is not None
 
 
 def test_a_version_that_did_not_pass_its_checks_is_said(place):
@@ -296,7 +305,7 @@ def test_where_the_parent_was_the_reason_the_next_has_none(place, reason):
     service.schedule._look()
     end(service, jobs(service)[0], Ended(JobState.FAILED, reason, "of another model, or damaged"))
     service.schedule._look()
-    assert [job.spec.parent is None for job in jobs(service)] == [False, True]
+    assert [spec_of(job).parent is None for job in jobs(service)] == [False, True]
 
 
 def test_one_pool_that_cannot_be_read_stops_no_other(place, monkeypatch):
@@ -313,7 +322,7 @@ def test_one_pool_that_cannot_be_read_stops_no_other(place, monkeypatch):
     monkeypatch.setattr(place.traffic, "batches", batches)
     (place.folder / "registry" / "traffic" / MODEL / "Not A Pool").mkdir()
     service.schedule._look()
-    assert [job.aliases for job in jobs(service)] == [("latest@good",)]
+    assert [list(job.message.aliases) for job in jobs(service)] == [["latest@good"]]
 
 
 def test_pools_that_always_have_new_answers_keep_no_other_waiting(place):

@@ -3,7 +3,7 @@
 import pytest
 
 from shared.errors import PreconditionFailed, Unavailable
-from shared.model.ranks.group import join_ranks
+from shared.model.ranks.group import check_alike, join_ranks
 from shared.model.runners import make_runner
 from tests.families import build_family
 from tests.ranks import TOTALS, begin_model, check_totals, ranks_of, shared_model
@@ -41,12 +41,20 @@ def test_ranks_that_do_not_all_come_are_an_error_within_the_time(monkeypatch):
     assert differs.value.reason == "RANKS_DIFFER"
 
 
+def test_ranks_have_the_same_facts_or_are_told_apart():
+    check_alike([{"model": "a", "release": "1"}] * 3)
+    for other in ({"model": "a", "release": "2"}, {"model": "a"}, {"model": "a", "release": "1", "more": "x"}):
+        with pytest.raises(PreconditionFailed, match="rank 2 has") as caught:
+            check_alike([{"model": "a", "release": "1"}] * 2 + [other])
+        assert caught.value.metadata["rank"] == "2"
+
+
 def test_ranks_with_other_models_refuse_to_begin(tmp_path):
     for name in ("llama", "qwen3"):
         build_family(name).save_pretrained(tmp_path / name)
     with (
         ranks_of(2) as ranks,
-        pytest.raises(PreconditionFailed, match="the model of rank 1") as caught,
+        pytest.raises(PreconditionFailed, match=r"(?s)differ in their model: rank 0 has .*, rank 1 has") as caught,
         shared_model(ranks, tmp_path / "llama", theirs=tmp_path / "qwen3"),
     ):
         pass
