@@ -156,7 +156,7 @@ def test_torchrun_ends_with_the_reason(model_folder, tmp_path):
 @pytest.mark.parametrize("spec", [{"parent": {"alias": "latest"}}, {"x": 1}])
 def test_a_spec_that_is_none_is_refused(tmp_path, spec):
     with raises(InvalidInput, "BAD_SPEC"):
-        rank.read_job(json.dumps({"modelId": "tiny", "selfGenerated": {}, **spec}), "one", CalibratorSettings())
+        rank.read_request(json.dumps({"modelId": "tiny", "selfGenerated": {}, **spec}), CalibratorSettings())
 
 
 def test_a_rank_of_another_version_is_refused(tmp_path):

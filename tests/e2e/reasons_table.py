@@ -305,7 +305,7 @@ ELSEWHERE = {
         STORAGE_UNAVAILABLE shared/registry/test_marks PUBLICATION_RUNNING PUBLICATION_TOO_SLOW SWEEP_RUNNING
         SWEEP_TOO_SLOW shared/registry/test_redis_index INDEX_OF_ANOTHER_REGISTRY shared/registry/test_schema
         SCHEMA_TOO_OLD shared/test_files LOCKED""",
-    "ranks": """calibrator_service/calibration/test_ranks RANKS_NOT_FOUND shared/model/ranks/test_families
+    "ranks": """shared/model/ranks/test_families
         TENSOR_PARALLEL_NOT_SUPPORTED shared/model/ranks/test_group RANKS_DIFFER RANKS_MISSING RANK_LOST""",
     "a model, its files and this machine, at the start": """e2e/test_worker_process BAD_DEVICE BAD_REGISTRY NOT_READY
         calibrator_service/test_jobs_over_grpc DATA_DIR_IN_USE inference_service/test_main BAD_CONFIGURATION

@@ -333,7 +333,7 @@ def test_pools_that_always_have_new_answers_keep_no_other_waiting(place):
         place.serve("busy-two")
         service.schedule._look()
         job = service.store.in_state(JobState.QUEUED)[0]
-        learned.append(job.aliases[0].removeprefix("latest@"))
+        learned.append(job.message.aliases[0].removeprefix("latest@"))
         end(service, job)
     assert learned.index("quiet") < 3
     assert min(learned.count(name) for name in ("busy-one", "busy-two")) >= 4
