@@ -18,7 +18,6 @@ from demo.requests import LEARNED, MEASURED, PROMPTS
 from neap_engine.cli.console import out
 from neap_engine.cli.evaluate_view import COLOURS
 from neap_engine.cli.generate import NO_CHAT_TEMPLATE, PLAIN_TEXT_NOTE, DepthView
-from neap_engine.cli.interruption import interruptible_call
 from neap_engine.cli.job_progress import problem_text
 from neap_engine.cli.learned_view import learned_lines
 from neap_engine.cli.learning_picture import Line, router_name
@@ -60,7 +59,7 @@ class Story:
         self._is_chat = self._has_chat_template()
         self._compare("Hello")  # what a first request waits for is not counted
         self.pairs.clear()
-        view = DepthView(out, interruptible_call(lambda: self._worker.get_model(self._model_id)).num_layers, True)
+        view = DepthView(out, self._worker.get_model(self._model_id).num_layers, True)
         for name, prompt in PROMPTS.items():
             self._system.check()
             out.print(f"\n[bold]{name}[/]")
@@ -112,7 +111,7 @@ class Story:
         """Raises Unavailable (CALIBRATION_FAILED) if one has failed, or if no alias may name what it made."""
         jobs, wrong = [], []
         with suppress(NeapError):  # a calibrator that has died ends the system, which says why
-            jobs = interruptible_call(lambda: list(self._calibrator.list_calibrations(self._model_id)))
+            jobs = list(self._calibrator.list_calibrations(self._model_id))
             newest = max((job.router_version for job in jobs), default=0)
             wrong = failed_checks(self._manifest(newest)) if newest else []
         problem = next((problem_text(job) for job in jobs if job.state in FAILED), "")
@@ -124,7 +123,7 @@ class Story:
             )
 
     def _manifest(self, version: int) -> dict[str, Any]:
-        router = interruptible_call(lambda: self._calibrator.get_version(self._model_id, version=version))
+        router = self._calibrator.get_version(self._model_id, version=version)
         return cast(dict[str, Any], json.loads(router.manifest_json))
 
     def _show_learned(self, version: int) -> None:

@@ -14,7 +14,6 @@ from neap_client.fields import FIELDS
 
 from neap_engine.cli.connection import calls_service, connect, equivalent_command
 from neap_engine.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, print_line
-from neap_engine.cli.interruption import interruptible_call
 from neap_engine.cli.job_progress import cancel_and_follow, follow, how_to_watch, leave, note, print_result
 from neap_engine.cli.processes import calibration_service
 from neap_engine.cli.registry_commands import publish_files
@@ -258,7 +257,7 @@ def run(client: NeapClient, request: pb.CreateCalibrationRequest, afterwards: st
 
 
 def create(client: NeapClient, request: pb.CreateCalibrationRequest) -> pb.Calibration:
-    return interruptible_call(lambda: client.create_calibration(request.spec, request_id=request.request_id))
+    return client.create_calibration(request.spec, request_id=request.request_id)
 
 
 def unanswered(client: NeapClient, request: pb.CreateCalibrationRequest) -> str:

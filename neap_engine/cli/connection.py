@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from neap_client import ClientSecurity, NeapClient
+from neap_client import Answer, ClientSecurity, GenerationStream, NeapClient
 from neap_client.addresses import is_loopback_target
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -110,12 +110,25 @@ def calls_service(command: Callable[..., T]) -> Callable[..., T]:
     return exit_on_error(with_flags(run, command, [flag]))
 
 
+class InterruptibleClient(NeapClient):
+    """Begins every call in another thread (see `interruption`). What reads a stream is `interruptible` itself."""
+
+    def _call(self, *args: Any, **options: Any) -> Any:
+        return interruptible_call(lambda: super(InterruptibleClient, self)._call(*args, **options))
+
+    def generate(self, *args: Any, **options: Any) -> GenerationStream:
+        return interruptible_call(lambda: super(InterruptibleClient, self).generate(*args, **options))
+
+    def answer(self, *args: Any, **options: Any) -> Answer:
+        return interruptible_call(lambda: super(InterruptibleClient, self).answer(*args, **options))
+
+
 def connect(target: str, **options: Any) -> NeapClient:
     """Return a client of `target`, once it serves or the time for that is over. `options` are those of NeapClient.
 
     Raises InvalidInput for settings that cannot work.
     """
-    client = NeapClient(target, security=client_security(), **options)
+    client = InterruptibleClient(target, security=client_security(), **options)
     try:
         _wait_until_serving(client, _wait_s.get())
     except BaseException:
@@ -140,10 +153,10 @@ def _wait_until_serving(client: NeapClient, wait_s: float | None) -> None:
     try:
         while True:
             try:
-                if interruptible_call(lambda: client.is_serving(timeout_s=HEALTH_TIMEOUT_S)):
+                if client.is_serving(timeout_s=HEALTH_TIMEOUT_S):
                     return
                 has_answered = True
-                state, limit_s = interruptible_call(lambda: _loading(client)), limits_s[1]
+                state, limit_s = _loading(client), limits_s[1]
             except Unavailable as error:
                 # By default only where nobody listens. A peer that speaks something else would not change.
                 if wait_s is None and not any(text in error.message for text in NOBODY_LISTENS):

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from neap_engine.cli.connection import calls_service, connect, say
 from neap_engine.cli.console import DEFAULT_WORKER, ServedModel, Worker, err, out, print_message
+from neap_engine.cli.interruption import interruptible
 from neap_engine.cli.request_flags import takes_request_flags
 from shared.errors import InvalidInput, NeapError
 
@@ -113,13 +114,14 @@ def generate(
         request = generate_request(served.model_id, text, system=system, raw=raw, **options)
 
         def show() -> None:
-            events = client.generate(request, timeout_s=timeout)
+            stream = client.generate(request, timeout_s=timeout)
+            events = interruptible(stream)
             if as_json:
                 for event in events:
                     print_message(event)
             else:
                 print_text(events, served.num_layers, coloured=show_depth)
-            say_inexact(events)
+            say_inexact(stream)
 
         try:
             show()

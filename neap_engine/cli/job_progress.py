@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from neap_engine.cli.connection import equivalent_command
 from neap_engine.cli.console import err, fail, out, print_line
-from neap_engine.cli.interruption import interruptible, interruptible_call
+from neap_engine.cli.interruption import interruptible
 from shared.errors import NeapError
 from shared.plain_text import one_line
 
@@ -32,7 +32,7 @@ def cancel_and_follow(client: NeapClient, calibration_id: str, afterwards: str) 
     try:
         note(f"cancelling {name}; another Ctrl-C leaves without waiting for its end")
         try:
-            interruptible_call(lambda: client.cancel_calibration(calibration_id))
+            client.cancel_calibration(calibration_id)
         except NeapError as error:
             fail(f"{name} is perhaps not cancelled: {error.message} [{error.reason}]; {afterwards}")
         return follow(client, calibration_id)

@@ -15,7 +15,6 @@ from neap_client import NeapClient, generate_request
 from prometheus_client.parser import text_string_to_metric_families
 
 from neap_engine.cli.generate import seconds
-from neap_engine.cli.interruption import interruptible_call
 from shared.errors import NeapError
 
 METRICS = {
@@ -90,7 +89,7 @@ class Comparison:
             priority=100,
             learn="never",
         )
-        answer = interruptible_call(lambda: self._client.answer(request))
+        answer = self._client.answer(request)
         self.num_answers += 1
         self.num_tokens += len(answer.token_ids)
         full_s = seconds(answer.finished.timing.decode) / max(len(answer.token_ids) - 1, 1)

@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Self
 
-from neap_client import NeapClient
-
-from neap_engine.cli.connection import client_security
+from neap_engine.cli.connection import InterruptibleClient, client_security
 from shared.errors import Unavailable
 
 LISTENING = "listening on "
@@ -83,7 +81,7 @@ class ServiceProcess:
         deadline_s = time.monotonic() + timeout_s
         self.wait_listening(timeout_s)
         security = client_security()
-        with NeapClient(self.address, security=security, num_attempts=1, timeout_s=5.0) as client:
+        with InterruptibleClient(self.address, security=security, num_attempts=1, timeout_s=5.0) as client:
             while True:
                 try:
                     client.wait_ready(timeout_s=CHECK_ALIVE_S)

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +18,8 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.router.v1.router_pb2 import AliasChange
 from rich.console import Console
 
-from neap_engine.cli.connection import client_security
+from neap_engine.cli.connection import InterruptibleClient, client_security
 from neap_engine.cli.console import DEFAULT_CALIBRATOR, DEFAULT_WORKER, DataDir, exit_on_error, fail, out, print_line
-from neap_engine.cli.interruption import interruptible_call
 from neap_engine.cli.job_progress import ENDED, SETTLED, figures_line, phase_name, problem_text
 from neap_engine.cli.learned_view import learned_lines
 from neap_engine.cli.live_line import Comparison, View
@@ -119,7 +117,9 @@ def up(
         learning = processes[2].wait_serving(START_TIMEOUT_S)
         print_line(f"calibration service: {learning}; Ctrl-C ends all of it")
         serves, learns = (
-            stack.enter_context(NeapClient(address, security=client_security(), num_attempts=1, timeout_s=10.0))
+            stack.enter_context(
+                InterruptibleClient(address, security=client_security(), num_attempts=1, timeout_s=10.0)
+            )
             for address in (serving, learning)
         )
         states = chain(learned(serves, learns, model_id, budget if calibrate else 0), newer(learns, model_id))
@@ -157,14 +157,14 @@ def check_alive(processes: Sequence[ServiceProcess]) -> None:
 def learned(worker: NeapClient, client: NeapClient, model_id: str, budget_s: int) -> Iterator[str]:
     """What becomes of the model's router, said each time that it is asked for: published before, being learned, or why
     not. A calibration that an earlier start has left is waited for. Without `budget_s` none is begun."""
-    fingerprint = interruptible_call(lambda: worker.get_model(model_id)).fingerprint
+    fingerprint = worker.get_model(model_id).fingerprint
     with suppress(NotFound):
-        router = interruptible_call(lambda: client.get_version(model_id, alias=LATEST))
+        router = client.get_version(model_id, alias=LATEST)
         if router.model_fingerprint == fingerprint:
             yield f"router {router.version}"
             return
         print_line(f"router {router.version} belongs to another revision of the model")
-    jobs = interruptible_call(lambda: [*client.list_calibrations(model_id)])
+    jobs = [*client.list_calibrations(model_id)]
     job = next((each for each in reversed(jobs) if each.state not in ENDED), None)
     if job is None and budget_s:
         spec = pb.CalibrationSpec(
@@ -173,14 +173,14 @@ def learned(worker: NeapClient, client: NeapClient, model_id: str, budget_s: int
             time_budget=Duration(seconds=budget_s),
             aliases=[LATEST],
         )
-        job = interruptible_call(lambda: client.create_calibration(spec, request_id=f"up-{uuid.uuid4()}"))
+        job = client.create_calibration(spec, request_id=f"up-{uuid.uuid4()}")
     if job is None:
         yield "no router; `neap calibrate` learns one"
         return
     while job.state not in SETTLED:
         yield f"learning a router: {phase_name(job)}, {job.fraction:.0%}"
         try:
-            job = interruptible_call(partial(client.get_calibration, job.calibration_id))
+            job = client.get_calibration(job.calibration_id)
         except NeapError as error:
             yield f"the calibration service does not answer: {error.message} [{error.reason}]"
     if job.state == pb.STATE_SUCCEEDED:
@@ -197,7 +197,7 @@ def newer(client: NeapClient, model_id: str) -> Iterator[str]:
         if time.monotonic() - asked_s >= NEWER_POLL_S:
             asked_s = time.monotonic()
             try:
-                changes = interruptible_call(lambda: client.alias_history(model_id, LATEST))[::-1]
+                changes = client.alias_history(model_id, LATEST)[::-1]
                 if num_seen >= 0:
                     news = [change_text(client, model_id, change) for change in changes[num_seen:]]
                 num_seen = len(changes)
@@ -213,7 +213,7 @@ def change_text(client: NeapClient, model_id: str, change: AliasChange) -> str:
     version = change.to_version
     if change.HasField("canary") or change.from_version >= version:
         return f"{describe_change(change)}; {change.reason}".removesuffix("; ")
-    router = interruptible_call(lambda: client.get_version(model_id, version=version))
+    router = client.get_version(model_id, version=version)
     manifest = json.loads(router.manifest_json)
     source = manifest.get("calibration", {}).get("spec", {}).get("source", {})
     by = "was learned from what was served" if "pool" in source else "came"

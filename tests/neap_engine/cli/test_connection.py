@@ -1,6 +1,9 @@
 """Commands wait for a service of this machine that is starting."""
 
+import os
+import signal
 import socket
+import threading
 import time
 from concurrent import futures
 from types import SimpleNamespace
@@ -103,3 +106,21 @@ def test_every_command_that_calls_a_service_can_wait(neap):
         ["routers", "promote"],
     ):
         assert "--wait" in neap(*command, "--help").output
+
+
+def test_ctrl_c_never_interrupts_grpc_when_a_call_begins(monkeypatch):
+    """Closing the client would wait for that call for ever."""
+    threads = []
+
+    def begins(*_, **__):
+        threads.append(threading.current_thread())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for name in ("_call", "generate", "answer"):
+        monkeypatch.setattr(connection.NeapClient, name, begins)
+    for call in ("list_models", "generate", "answer"):
+        client = connection.InterruptibleClient("127.0.0.1:1")
+        with pytest.raises(KeyboardInterrupt):
+            getattr(client, call)(*[None] * (call != "list_models"))
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
