@@ -74,16 +74,16 @@ def load() -> None:
             raise PreconditionFailed(
                 f"neap's kernels are not built ({LIBRARY} is missing): run `make build-ops`", reason="OPS_NOT_BUILT"
             )
+        from shared.ops import fakes, reference
+
         try:
             torch.ops.load_library(str(LIBRARY))
-        except OSError as error:
+            fakes.register()
+            reference.register()
+        except (OSError, RuntimeError) as error:  # the second: a library of an older neap, which lacks an op
             raise PreconditionFailed(
                 f"neap's kernels do not load, run `make build-ops`: {error}", reason="OPS_NOT_LOADABLE"
             ) from error
-        from shared.ops import fakes, reference
-
-        fakes.register()
-        reference.register()
         _loaded = True
 
 

@@ -10,7 +10,7 @@ from neap_engine.doctor import machine
 from neap_engine.doctor.finding import Check
 from shared import ops
 from shared.errors import PreconditionFailed
-from shared.ops import cards, toolkit
+from shared.ops import cards, fakes, toolkit
 from shared.ops.cards import CudaBuild
 
 NEEDED = pytest.mark.parametrize(("is_needed", "status"), [(True, "broken"), (False, "off")])
@@ -33,6 +33,15 @@ def test_kernels_that_do_not_load(monkeypatch, tmp_path):
     found = Check("CPU kernels", machine.cpu_kernels).finding()
     assert found.status == "broken"
     assert "[OPS_NOT_LOADABLE]" in found.detail
+
+
+def test_kernels_of_an_older_neap(monkeypatch):
+    """What torch says of an op that a library does not have is no crash."""
+    namespace = torch.library.Library("neap_of_tests", "FRAGMENT")
+    monkeypatch.setattr(fakes, "register", lambda: namespace._register_fake("new_op", torch.empty))
+    monkeypatch.setattr(ops, "_loaded", False)
+    found = Check("CPU kernels", machine.cpu_kernels).finding()
+    assert "run `make build-ops`" in found.detail and "[OPS_NOT_LOADABLE]" in found.detail
 
 
 def test_a_kernel_that_computes_nonsense_is_broken(monkeypatch):
