@@ -23,6 +23,7 @@ from calibrator_service.learning.schedule import LOOK_INTERVAL_S, LearningSchedu
 from calibrator_service.metrics import CalibratorMetrics
 from inference_service.router_watch import RouterWatch
 from inference_service.tap import AT_MOST_S
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import NotFound
 from shared.registry.address import RegistryAddress
 from shared.registry.factory import BUCKET_FRESHNESS_S, BUCKET_POLL_S, FOLDER_POLL_S, folder_of, open_store
@@ -30,7 +31,7 @@ from shared.registry.index import Index, MemoryIndex
 from shared.registry.redis_index import RedisIndex
 from shared.registry.registry import Registry
 from shared.registry.store import StoredObject
-from shared.service_settings import CalibratorSettings, ModelSource
+from shared.service_settings import ModelSource
 from shared.timeouts import LEASE_LASTS_S
 from shared.traffic.answer import HOUR_S, ServedAnswer
 from shared.traffic.traffic import EXPIRE_EVERY_S, FOLDER, RETENTION_S, Traffic

@@ -18,6 +18,7 @@ from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
+from shared.calibrator_settings import CalibratorSettings
 from shared.config import make_settings
 from shared.cpus import size_thread_pools
 from shared.exchange.signatures import verifier_of
@@ -29,7 +30,6 @@ from shared.rpc.serving import RpcServer
 from shared.security_settings import ClientSettings
 from shared.service_main import run_service
 from shared.service_metrics import serve_metrics
-from shared.service_settings import CalibratorSettings
 from shared.timeouts import ROUTER_CALL_WAIT_S
 from shared.traffic.traffic import open_traffic
 

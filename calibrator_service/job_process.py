@@ -12,7 +12,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 from calibrator_service.job import Report
-from shared.service_settings import CalibratorSettings
+from shared.calibrator_settings import CalibratorSettings
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from calibrator_service.lineage import fetch_parent, find_parent
 from calibrator_service.publisher import publish
 from calibrator_service.recipe import load_product, run, save_product
 from calibrator_service.spec_messages import spec_of_request
+from shared.calibrator_settings import CalibratorSettings
 from shared.config import make_settings
 from shared.cpus import size_thread_pools
 from shared.digests import digest_of
@@ -37,7 +38,6 @@ from shared.errors import InvalidInput, NeapError, Unavailable
 from shared.files import file_lock, storage_error
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging, log_all_output, log_stdout
-from shared.service_settings import CalibratorSettings
 
 REPORT_INTERVAL_S = 5.0
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from calibrator_service.calibration.spec import CalibrationSpec, Progress
 from calibrator_service.learning.pools import pool_of_source
 from calibrator_service.lineage import ParentFiles
+from shared.calibrator_settings import CalibratorSettings
 from shared.cpus import usable_cpus
 from shared.errors import Cancelled
 from shared.files import sync_folder, write_synced
 from shared.registry.encoding import canonical_json
-from shared.service_settings import CalibratorSettings
 
 if TYPE_CHECKING:
     from calibrator_service.calibration.ranks import Ranks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, Source, TextFile
 from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import InvalidInput, NotFound
-from shared.service_settings import CalibratorSettings
 
 SUFFIXES = (".txt", ".jsonl")
 

@@ -17,13 +17,13 @@ from calibrator_service.calibration.spec import (
     TextFile,
 )
 from calibrator_service.learning.pools import check_aliases, latest_of, pool_of_source
+from shared.calibrator_settings import CalibratorSettings
 from shared.digests import DIGEST_PATTERN
 from shared.errors import Corrupt, InvalidInput
 from shared.plain_text import check_plain_text
 from shared.pool_names import DEFAULT_POOL, check_pool
 from shared.registry.names import check_alias, only_model, unique_aliases
 from shared.rpc.durations import MAX_DURATION_S, seconds_of
-from shared.service_settings import CalibratorSettings
 
 MAX_SOURCE_CHARACTERS = 1000
 _LABELS = {

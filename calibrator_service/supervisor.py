@@ -18,9 +18,9 @@ from calibrator_service.judge.judge import Judge
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.publisher import Publisher
 from calibrator_service.service_thread import ServiceThread
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import NeapError, PreconditionFailed
 from shared.files import file_lock, make_private
-from shared.service_settings import CalibratorSettings
 
 # How soon a stop and a request to cancel are noticed while a process says nothing.
 LISTEN_S = 0.1

@@ -68,8 +68,9 @@ from shared.rpc.serving import RpcServer
 from shared.security_settings import ClientSettings
 from shared.service_main import run_service
 from shared.service_metrics import serve_metrics
-from shared.service_settings import ModelSource, WorkerSettings
+from shared.service_settings import ModelSource
 from shared.traffic.traffic import open_traffic
+from shared.worker_settings import WorkerSettings
 
 log = structlog.get_logger("neap.worker")
 

@@ -21,7 +21,8 @@ from shared.errors import InvalidInput, Unavailable, UnsupportedModel
 from shared.model.loaded import LoadedModel
 from shared.model.ranks.following import follow
 from shared.model.ranks.group import Ranks, first_store, join_ranks
-from shared.service_settings import ModelSource, WorkerSettings
+from shared.service_settings import ModelSource
+from shared.worker_settings import WorkerSettings
 
 log = structlog.get_logger("neap.worker")
 

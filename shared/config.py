@@ -30,11 +30,12 @@ from pydantic import AliasChoices, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import InvalidInput
 from shared.gateway_settings import GatewaySettings
 from shared.process_settings import ProcessSettings
 from shared.security_settings import ClientSettings
-from shared.service_settings import CalibratorSettings, WorkerSettings
+from shared.worker_settings import WorkerSettings
 
 # Metavar by the ending of a field's name, where its `json_schema_extra` names none.
 METAVARS = {"_s": "SECONDS", "_mb": "MIB", "listen": "HOST:PORT", "_share": "SHARE"}

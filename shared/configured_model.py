@@ -9,7 +9,8 @@ from shared.errors import PreconditionFailed
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.remembered.store import StartStore
-from shared.service_settings import ModelSource, ServiceSettings, WorkerSettings
+from shared.service_settings import ModelSource, ServiceSettings
+from shared.worker_settings import WorkerSettings
 
 if TYPE_CHECKING:
     from shared.model.ranks.group import Ranks

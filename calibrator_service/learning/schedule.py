@@ -25,6 +25,7 @@ from calibrator_service.learning.rule import LearningRule, PoolState
 from calibrator_service.lineage import find_parent
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.service_thread import ServiceThread
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import Corrupt, NeapError, NotFound, PreconditionFailed
 from shared.pool_names import check_pool
 from shared.registry.contents import failed_checks
@@ -32,7 +33,6 @@ from shared.registry.lease import Lease
 from shared.registry.names import learning_note
 from shared.registry.registry import Registry
 from shared.rpc.durations import duration_of
-from shared.service_settings import CalibratorSettings
 from shared.traffic.traffic import EXPIRE_EVERY_S, Batch, Traffic
 
 # With an interval between jobs that is shorter, it looks as often as that, but no more than once in the second.

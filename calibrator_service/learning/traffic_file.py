@@ -9,7 +9,7 @@ import structlog
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.spec import CalibrationSpec, ServedTraffic
 from calibrator_service.sources import allowed_source
-from shared.service_settings import CalibratorSettings
+from shared.calibrator_settings import CalibratorSettings
 from shared.traffic.traffic import MAX_READ_TOKENS, open_traffic
 
 # More than a calibration uses of what it is limited to: prompts count here, and repeated answers.

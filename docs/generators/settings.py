@@ -12,10 +12,11 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from neap_engine.cli.connection import global_options
+from shared.calibrator_settings import CalibratorSettings
 from shared.config import default_text, fields_by_group, flag_of, named_value, variables_of
 from shared.gateway_settings import GatewaySettings
 from shared.security_settings import ClientSettings
-from shared.service_settings import CalibratorSettings, WorkerSettings
+from shared.worker_settings import WorkerSettings
 
 PREFACE = """# Settings
 

@@ -12,7 +12,7 @@ from neap_engine.cli.console import DataDir, RegistryUrl, err, exit_on_error, fa
 from neap_engine.cli.up import named_source
 from shared.config import make_settings
 from shared.plain_text import one_line
-from shared.service_settings import WorkerSettings
+from shared.worker_settings import WorkerSettings
 
 if TYPE_CHECKING:
     from neap_engine.doctor.finding import Finding

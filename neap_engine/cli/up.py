@@ -28,7 +28,7 @@ from neap_engine.cli.routers import describe_change
 from shared.config import make_settings
 from shared.errors import NeapError, NotFound
 from shared.pool_names import DEFAULT_POOL
-from shared.service_settings import WorkerSettings
+from shared.worker_settings import WorkerSettings
 
 DEFAULT_GATEWAY = "127.0.0.1:8080"
 DEFAULT_BUDGET_S = 150

@@ -25,7 +25,8 @@ from shared.model.substitution.apply import AccelerationReport
 from shared.registry.address import RegistryAddress
 from shared.registry.factory import folder_of, open_registry
 from shared.registry.registry import Registry
-from shared.service_settings import ModelSource, WorkerSettings
+from shared.service_settings import ModelSource
+from shared.worker_settings import WorkerSettings
 
 
 def checks(settings: WorkerSettings, *, loads_models: bool) -> list[Check]:

@@ -27,7 +27,8 @@ from shared.model.sampling import SamplingParams
 from shared.registry.base import PublishedVersion
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
-from shared.service_settings import ModelSource, WorkerSettings
+from shared.service_settings import ModelSource
+from shared.worker_settings import WorkerSettings
 
 
 @dataclass(frozen=True)

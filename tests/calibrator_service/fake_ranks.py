@@ -16,7 +16,7 @@ from calibrator_service.calibration.ranks import Ranks
 from calibrator_service.calibration.spec import CalibrationSpec, Progress
 from calibrator_service.lineage import ParentFiles
 from calibrator_service.recipe import Product
-from shared.service_settings import CalibratorSettings
+from shared.calibrator_settings import CalibratorSettings
 
 
 def run(

@@ -16,8 +16,8 @@ from calibrator_service import recipe, worker_process
 from calibrator_service.calibration.spec import CalibrationSpec, Progress
 from calibrator_service.lineage import ParentFiles
 from calibrator_service.recipe import Product
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import Cancelled, NotFound, UnsupportedModel
-from shared.service_settings import CalibratorSettings
 
 # The service's process starts in the repository, but finds modules of this folder only.
 MANIFEST = Path(__file__).parents[2] / "bench" / "router" / "manifest.json"

@@ -11,8 +11,8 @@ from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is
 from calibrator_service.job import JobState
 from calibrator_service.job_process import ProcessConfig
 from calibrator_service.worker_process import run_job
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import InvalidInput
-from shared.service_settings import CalibratorSettings
 from tests.reasons import raises
 
 PATHS = [

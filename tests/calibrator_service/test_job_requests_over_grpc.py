@@ -9,9 +9,9 @@ from neap_client.status import from_rpc_error
 
 from calibrator_service.calibration.spec import AnswerFile, TextFile
 from calibrator_service.sources import allowed_source
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import InvalidInput, NotFound
 from shared.registry.names import only_model
-from shared.service_settings import CalibratorSettings
 from tests.calibrator_service.conftest import Service, error_of
 from tests.fuzzing import extremes
 from tests.reasons import raises

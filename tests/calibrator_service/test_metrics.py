@@ -9,8 +9,8 @@ from calibrator_service.job import Ended, JobState
 from calibrator_service.job_process import JobFolder
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.supervisor import Supervisor
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import Exhausted
-from shared.service_settings import CalibratorSettings
 from tests.exported_metrics import scraped
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"

@@ -15,9 +15,9 @@ from calibrator_service import rank
 from calibrator_service.calibration.ranks import Ranks
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.spec_messages import read_spec, stored_spec
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import InvalidInput, PreconditionFailed
 from shared.registry.factory import open_registry
-from shared.service_settings import CalibratorSettings
 from tests.calibrator_service.conftest import REPOSITORY, Service
 from tests.reasons import raises
 from tests.waiting import wait_until

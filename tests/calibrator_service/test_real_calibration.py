@@ -20,11 +20,11 @@ from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.statistics import Statistics, read_statistics
 from calibrator_service.spec_messages import spec_from_proto
 from neap_engine.cli.main import app
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import Cancelled, InvalidInput, UnsupportedModel
 from shared.ladder.artefact import unpack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.registry.factory import open_registry
-from shared.service_settings import CalibratorSettings
 from tests.calibrator_service.conftest import Service
 from tests.families import VOCABULARY_SIZE
 from tests.registry_damage import content_path

@@ -14,8 +14,8 @@ from calibrator_service.job import Job, JobState, Problem
 from calibrator_service.job_process import JobFolder
 from calibrator_service.jobs import MAX_RESUMES, JobStore
 from calibrator_service.supervisor import Supervisor
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import Exhausted
-from shared.service_settings import CalibratorSettings
 from tests.waiting import wait_until
 
 SPEC = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())

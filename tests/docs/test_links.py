@@ -10,9 +10,10 @@ import pytest
 import typer
 
 from neap_engine.cli.main import app
+from shared.calibrator_settings import CalibratorSettings
 from shared.config import flag_of
 from shared.gateway_settings import GatewaySettings
-from shared.service_settings import CalibratorSettings, WorkerSettings
+from shared.worker_settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
 # What the examples' tools leave.

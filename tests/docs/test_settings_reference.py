@@ -3,10 +3,11 @@
 import pytest
 
 from docs.generators.settings import client_flag, settings_page
+from shared.calibrator_settings import CalibratorSettings
 from shared.config import flag_of, settings_from_command_line, variables_of
 from shared.gateway_settings import GatewaySettings
 from shared.security_settings import ClientSettings
-from shared.service_settings import CalibratorSettings, WorkerSettings
+from shared.worker_settings import WorkerSettings
 from tests.docs.test_line_lengths import prose, too_long
 
 SERVICES = (WorkerSettings, CalibratorSettings, GatewaySettings)

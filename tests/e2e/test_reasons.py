@@ -22,6 +22,7 @@ from calibrator_service.watchers import Watchers
 from docs.generators.reasons import collect_reasons
 from neap_engine.cli.main import app
 from shared.blocking import BlockingPool
+from shared.calibrator_settings import CalibratorSettings
 from shared.engine.engine import Engine
 from shared.model.load import load_model
 from shared.registry.base import Canary
@@ -29,7 +30,6 @@ from shared.registry.factory import open_registry
 from shared.rpc.access import Access
 from shared.rpc.security import ServerSecurity
 from shared.rpc.serving import RpcServer
-from shared.service_settings import CalibratorSettings
 from tests.e2e.reasons_table import ELSEWHERE, LONG, NO_TEST_NAMES, ROWS, job
 from tests.gateways import gateway_to, running
 from tests.generation import explained, request_of

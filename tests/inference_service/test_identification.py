@@ -15,7 +15,8 @@ from shared.model import load
 from shared.model.load import load_model
 from shared.model.remembered.store import StartStore
 from shared.registry.factory import open_registry
-from shared.service_settings import ModelSource, WorkerSettings
+from shared.service_settings import ModelSource
+from shared.worker_settings import WorkerSettings
 from tests.generation import EXACT, answer, publish, refused, request_of
 from tests.gguf_files import write_llama
 from tests.worker import serving

@@ -18,7 +18,8 @@ from shared.model.load import load_model
 from shared.model.loaded import wrap_model
 from shared.model.remembered.store import StartStore
 from shared.ops import cards
-from shared.service_settings import ModelSource, WorkerSettings
+from shared.service_settings import ModelSource
+from shared.worker_settings import WorkerSettings
 from tests.families import build_family
 from tests.gguf_files import write_llama
 from tests.reasons import raises

@@ -5,7 +5,8 @@ import pytest
 import yaml
 
 from shared.config import settings_from_command_line
-from shared.service_settings import ModelSource, WorkerSettings
+from shared.service_settings import ModelSource
+from shared.worker_settings import WorkerSettings
 from tests.exported_metrics import exported
 from tests.k8s.test_settings import ports_of
 from tests.kustomize import K8S, render, services

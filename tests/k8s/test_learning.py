@@ -2,9 +2,10 @@
 
 import pytest
 
+from shared.calibrator_settings import CalibratorSettings
 from shared.config import settings_from_command_line
 from shared.errors import InvalidInput
-from shared.service_settings import CalibratorSettings, WorkerSettings
+from shared.worker_settings import WorkerSettings
 from tests.kustomize import environment, render, services
 
 KINDS = {"worker": WorkerSettings, "calibrator": CalibratorSettings}

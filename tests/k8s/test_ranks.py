@@ -5,8 +5,8 @@ from torch.distributed.run import parse_args
 
 from calibrator_service import rank
 from calibrator_service.calibration.ranks import Ranks
+from shared.calibrator_settings import CalibratorSettings
 from shared.config import make_settings
-from shared.service_settings import CalibratorSettings
 from tests.kustomize import environment, render
 
 COMPONENTS = ("gateway", "shared-registry", "security", "calibration-ranks", "models-from-claim", "gpu")

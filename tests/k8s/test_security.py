@@ -4,7 +4,8 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from shared.service_settings import CalibratorSettings, WorkerSettings
+from shared.calibrator_settings import CalibratorSettings
+from shared.worker_settings import WorkerSettings
 from tests.kustomize import containers, environment, render, services
 
 KINDS = {"worker": WorkerSettings, "calibrator": CalibratorSettings}

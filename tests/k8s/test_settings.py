@@ -13,9 +13,10 @@ from calibrator_service import router_servicer
 from calibrator_service import servicer as calibration_servicer
 from inference_service import servicer as inference_servicer
 from neap_engine.cli.main import app
+from shared.calibrator_settings import CalibratorSettings
 from shared.config import settings_from_command_line
 from shared.gateway_settings import GatewaySettings
-from shared.service_settings import CalibratorSettings, WorkerSettings
+from shared.worker_settings import WorkerSettings
 from tests.kustomize import COMPOSITIONS, OVERLAYS, containers, environment, name_of, pods, render, services
 
 SETTINGS = {"worker": WorkerSettings, "calibrator": CalibratorSettings, "gateway": GatewaySettings}

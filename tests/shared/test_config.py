@@ -2,9 +2,11 @@ from pathlib import Path
 
 import pytest
 
+from shared.calibrator_settings import CalibratorSettings
 from shared.config import known_variables, make_settings, settings_from_command_line
 from shared.errors import InvalidInput
-from shared.service_settings import CalibratorSettings, ModelSource, WorkerSettings
+from shared.service_settings import ModelSource
+from shared.worker_settings import WorkerSettings
 from tests.reasons import raises
 
 

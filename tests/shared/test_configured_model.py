@@ -2,8 +2,9 @@
 
 import torch
 
+from shared.calibrator_settings import CalibratorSettings
 from shared.configured_model import load_options
-from shared.service_settings import CalibratorSettings, WorkerSettings
+from shared.worker_settings import WorkerSettings
 
 
 def test_both_services_choose_the_dtype_of_matmuls() -> None:

@@ -16,13 +16,13 @@ from calibrator_service.learning import schedule as module
 from calibrator_service.learning.schedule import LearningSchedule
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.spec_messages import read_spec
+from shared.calibrator_settings import CalibratorSettings
 from shared.errors import Unavailable
 from shared.ladder.blob_names import LADDER_BLOB, STATISTICS_BLOB
 from shared.registry import lease
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry, open_store
 from shared.registry.names import learning_note
-from shared.service_settings import CalibratorSettings
 from shared.traffic.answer import ServedAnswer
 from shared.traffic.traffic import Batch, Traffic, open_traffic
 

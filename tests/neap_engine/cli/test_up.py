@@ -8,7 +8,7 @@ from neap_client.router.v1 import router_pb2
 from neap_engine.cli import up as module
 from neap_engine.cli.up import learned, named_source, newer, share_flags
 from shared.errors import NotFound
-from shared.service_settings import WorkerSettings
+from shared.worker_settings import WorkerSettings
 from tests.neap_engine.cli.conftest import refuse
 
 

@@ -9,7 +9,8 @@ from shared.model.footprint import footprint
 from shared.model.load import load_model
 from shared.model.loaded import wrap_model
 from shared.model.runners import make_runner
-from shared.service_settings import ModelSource, WorkerSettings
+from shared.service_settings import ModelSource
+from shared.worker_settings import WorkerSettings
 from tests.families import build_family
 from tests.gguf_files import write_llama
 

@@ -10,7 +10,7 @@ from shared.config import make_settings
 from shared.errors import InvalidInput, Unauthenticated
 from shared.rpc.access import Access
 from shared.rpc.security import ServerSecurity, open_security
-from shared.service_settings import WorkerSettings
+from shared.worker_settings import WorkerSettings
 from tests.reasons import raises
 from tests.shared.rpc.conftest import running
 from tests.tokens import write_tokens

@@ -14,14 +14,14 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from shared.config import make_settings
 from shared.errors import InvalidInput
 from shared.rpc.tracing import export_traces
-from shared.service_settings import WorkerSettings
+from shared.worker_settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys
 from opentelemetry import trace
 from shared.config import make_settings
-from shared.service_settings import WorkerSettings
+from shared.worker_settings import WorkerSettings
 from shared.errors import NeapError
 from shared.rpc.logs import configure_logging
 from shared.rpc.tracing import export_traces
