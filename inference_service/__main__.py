@@ -321,7 +321,7 @@ def _load_engine(
         max_running=engine.max_running,
         kv_budget_mb=engine.kv_budget_bytes >> 20,
         kv_budget_tokens=engine.kv_budget_bytes // engine.kv_token_bytes,
-        router_memory_mb=engine.max_ladder_bytes >> 20,
+        router_memory_mb=engine.ladders.max_bytes >> 20,
     )
     return engine
 

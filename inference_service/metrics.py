@@ -237,9 +237,9 @@ def _read(engine: Engine, families: Mapping[str, Metric]) -> None:
     put("num_requests_waiting", engine.num_waiting)
     put("max_requests_running", engine.max_running)
     put("kv_cache_usage_ratio", engine.kv_usage_ratio)
-    put("routers_bound", engine.num_bound_ladders)
-    put("router_memory_bytes", engine.ladder_bytes)
-    put("router_memory_max_bytes", engine.max_ladder_bytes)
+    put("routers_bound", len(engine.ladders))
+    put("router_memory_bytes", engine.ladders.num_bytes)
+    put("router_memory_max_bytes", engine.ladders.max_bytes)
     put("learned_contexts", engine.num_learned_contexts)
     put("exact_is_full", engine.promise.is_exact)
     if numerics_id := engine.known_numerics_id:

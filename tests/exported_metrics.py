@@ -22,6 +22,11 @@ from shared.model.numerics import Promise
 HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
 
 
+class BoundLadders(SimpleNamespace):
+    def __len__(self) -> int:
+        return 3
+
+
 def busy_engine() -> SimpleNamespace:
     """What metrics read of an engine of the model "tiny" that has counted something of each kind."""
     statistics = EngineStatistics(num_layers=4)
@@ -39,9 +44,7 @@ def busy_engine() -> SimpleNamespace:
         max_running=16,
         kv_usage_ratio=0.5,
         num_learned_contexts=7,
-        num_bound_ladders=3,
-        ladder_bytes=4_000_000,
-        max_ladder_bytes=9_000_000,
+        ladders=BoundLadders(num_bytes=4_000_000, max_bytes=9_000_000),
     )
 
 

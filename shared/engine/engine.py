@@ -59,11 +59,10 @@ class Engine:
 
     Args:
         loaded: the model. At most one engine may use it at a time: another one is refused (`PreconditionFailed`, reason
-        MODEL_IN_USE)
-            until this one is closed, or has ended after it was dropped.
+            MODEL_IN_USE) until this one is closed, or has ended after it was dropped.
         ladder: used for requests that are submitted without a ladder; by default prompt look-up alone.
-        max_running: requests that share each step. Paused requests do not count; if more go on than this, they
-            take turns. None: `default_max_running`.
+        max_running: requests that share each step. Paused requests do not count; if more go on than this, they take
+            turns. None: `default_max_running`.
         max_queue: requests that may wait. max_queue_tokens: prompt tokens that waiting requests may have together.
         ladder_bytes: memory of the ladders that are kept bound, beside the one that is being bound. Those of running
             requests are kept in any case. None: `default_ladder_bytes`.
@@ -72,15 +71,13 @@ class Engine:
             requests with the same prefix, while running requests do not need it. None: a quarter. 0: no prefix is
             shared.
         learned_bytes: bytes of a table that learns from the answers of policy exact and drafts later ones, for each
-        client (see
-            `GenerationRequest`) apart. 0: nothing is learned.
-        on_failure: called by the engine's thread if an error ends it. Later requests are refused with
-        `Unavailable` (reason
-            ENGINE_FAILED).
+            client (see `GenerationRequest`) apart. 0: nothing is learned.
+        on_failure: called by the engine's thread if an error ends it. Later requests are refused with `Unavailable`
+            (reason ENGINE_FAILED).
         runner_of: makes the runner of the model from the model and `kv_budget_bytes`. cost_meter: measures the costs of
-        passes and exits. The planner drafts by them. clock: the time in seconds with which deadlines are compared.
-        Tests pass one that they can move. tries_promise: whether what `exact` promises is tried at the start, which
-        takes a few passes. Without it there are no `promise` and no `numerics`.
+            passes and exits. The planner drafts by them. clock: the time in seconds with which deadlines are compared.
+            Tests pass one that they can move. tries_promise: whether what `exact` promises is tried at the start, which
+            takes a few passes. Without it there are no `promise` and no `numerics`.
 
     `statistics` holds the engine's counts. Any thread may read them.
 
@@ -215,19 +212,9 @@ class Engine:
         return self._decoder.learned.num_entries if self._decoder.learned else 0
 
     @property
-    def num_bound_ladders(self) -> int:
-        """Ladders that are bound to the model."""
-        return len(self._ladders)
-
-    @property
-    def ladder_bytes(self) -> int:
-        """Memory that bound ladders take. What several have in common counts once."""
-        return self._ladders.num_bytes
-
-    @property
-    def max_ladder_bytes(self) -> int:
-        """Memory that bound ladders may take."""
-        return self._ladders.max_bytes
+    def ladders(self) -> LadderCache:
+        """Those that are bound to the model. Any thread may read its figures."""
+        return self._ladders
 
     def has_bound(self, ladder: Ladder) -> bool:
         return self._ladders.has(ladder)

@@ -48,7 +48,7 @@ async def test_pools_have_one_head_however_they_come(registry, loaded, parent_co
         whole = 0
         if parent_comes_first:
             await store.select(loaded, RouterChoice())
-            whole = engine.ladder_bytes
+            whole = engine.ladders.num_bytes
         routers = await asyncio.gather(
             *(store.select(loaded, RouterChoice(), pool=f"p{number}") for number in range(NUM_POOLS))
         )
@@ -58,7 +58,7 @@ async def test_pools_have_one_head_however_they_come(registry, loaded, parent_co
         assert len({router.version for router in routers}) == NUM_POOLS
         if parent_comes_first:
             assert HEADS_BLOB not in read
-            assert engine.ladder_bytes < whole * 1.4
+            assert engine.ladders.num_bytes < whole * 1.4
 
 
 @pytest.mark.usefixtures("publish_family")
@@ -67,14 +67,14 @@ async def test_what_memory_has_no_room_for_leaves_and_comes_again(registry, load
         store = RouterStore(registry)
         store.bind_with("tiny", engine)
         await store.select(loaded, RouterChoice(), pool="p0")
-        one = engine.ladder_bytes
+        one = engine.ladders.num_bytes
         await store.select(loaded, RouterChoice(), pool="p1")
-        each = engine.ladder_bytes - one
+        each = engine.ladders.num_bytes - one
         engine_of_three(engine, one + 2 * each)
         seen = []
         for number in (2, 3, 4, 0):
             seen.append(await store.select(loaded, RouterChoice(), pool=f"p{number}"))
-            assert engine.ladder_bytes <= engine.max_ladder_bytes
+            assert engine.ladders.num_bytes <= engine.ladders.max_bytes
         assert [router.version for router in store.loaded("tiny")] == [2, 5, 6]
         assert seen[-1].version == 2
 

@@ -193,7 +193,7 @@ def test_ladders_in_use_stay_bound_however_much_they_take(loaded, monkeypatch):
             list(handle.events())
         assert numbers == [1] * len(ladders)
         list(engine.submit(exact, ladders[-1]).events())
-        assert engine.ladder_bytes == 400
+        assert engine.ladders.num_bytes == 400
 
 
 def test_the_least_recently_used_leave_as_far_as_memory_asks(loaded):
@@ -209,7 +209,7 @@ def test_the_least_recently_used_leave_as_far_as_memory_asks(loaded):
         engine.prepare(large := sized(750))
         held = [engine.has_bound(ladder) for ladder in small]
         assert held == [True, True, False, False], "the one that is kept, and the one that was used last"
-        assert engine.ladder_bytes == 950
+        assert engine.ladders.num_bytes == 950
         del large
         for _ in range(5):
             ladder = sized(400)
@@ -218,7 +218,7 @@ def test_the_least_recently_used_leave_as_far_as_memory_asks(loaded):
             del ladder
             gc.collect()
             assert len(alive) <= 2
-            assert engine.ladder_bytes <= 1000
+            assert engine.ladders.num_bytes <= 1000
         assert engine.has_bound(small[0])
 
 

@@ -22,6 +22,6 @@ def test_exact_drafts_without_a_router(loaded):
 def test_a_published_ladder_is_another_one(loaded):
     with fixed_cost_engine(loaded) as engine:
         engine.generate([5, 17, 3], max_tokens=3)
-        assert engine.num_bound_ladders == 1
+        assert len(engine.ladders) == 1
         engine.prepare(untrained_ladder(loaded))
-        assert engine.num_bound_ladders == 2
+        assert len(engine.ladders) == 2
