@@ -1,4 +1,4 @@
-"""What a model will take, by the headers of its files alone."""
+"""What a model will take, by the headers of its files, and the zeros and scales of AWQ and GPTQ."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from transformers import AutoConfig
 
 from shared.model.borders import context_limit
@@ -13,8 +14,9 @@ from shared.model.parts import layer_configs
 from shared.model.source import arguments_of
 from shared.model.weights.files import parts_of
 from shared.model.weights.gguf_file import read_contents
+from shared.model.weights.groups import Scheme, scheme_of
 from shared.model.weights.quantised import quantisation
-from shared.model.weights.reading import CheckpointFiles, read_entries, replaced
+from shared.model.weights.reading import CheckpointFiles, SafetensorsReader, replaced
 from shared.model.weights.stored import BLOCK_KINDS, LAZY_DTYPES, PLAIN_KINDS
 from shared.ops.blocks import arranged_bytes
 from shared.ops.paged_on_gpu import has_triton
@@ -57,9 +59,10 @@ def footprint(
     is_gguf, on_cpu = path.suffix == ".gguf", device.type == "cpu"
     with CheckpointFiles(dtype) as checkpoint:
         config = _config(path, checkpoint)
-        if quantisation(config) is not None:
+        scheme = scheme_of(config)
+        if quantisation(config) is not None and scheme is None:
             return None
-        tensors = list(_gguf_tensors(path, checkpoint) if is_gguf else _safetensors(path, checkpoint))
+        tensors = list(_gguf_tensors(path, checkpoint) if is_gguf else _safetensors(path, checkpoint, scheme))
     if on_cpu:
         computes_in = torch.float32
         weights = sum(_bytes_on_cpu(tensor, dtype) for tensor in tensors)
@@ -67,7 +70,7 @@ def footprint(
         own = next((tensor.dtype for tensor in tensors if tensor.num_dimensions > 1), None)
         # Or float16, which takes as much.
         computes_in = dtype or (torch.bfloat16 if is_gguf or own is None else own)
-        in_blocks = is_gguf and dtype is None and has_triton()
+        in_blocks = (is_gguf or scheme is not None) and dtype is None and has_triton()
         weights = sum(_bytes_on_gpu(tensor, computes_in, in_blocks) for tensor in tensors)
     text = config.get_text_config(decoder=True)
     limit = context_limit(config)
@@ -108,10 +111,17 @@ def _gguf_tensors(path: Path, checkpoint: CheckpointFiles) -> Iterator[_Stored]:
         yield _Stored(size.numel(), len(size), dtype, entry.num_bytes, arranged)
 
 
-def _safetensors(path: Path, checkpoint: CheckpointFiles) -> Iterator[_Stored]:
+def _safetensors(path: Path, checkpoint: CheckpointFiles, scheme: Scheme | None) -> Iterator[_Stored]:
     for file in sorted(path.glob("*.safetensors")):
-        for entry in read_entries(checkpoint.open(file)).values():
-            yield _Stored(torch.Size(entry.shape).numel(), len(entry.shape), entry.dtype, entry.num_bytes)
+        reader = SafetensorsReader(checkpoint, file, lazy=True, scheme=scheme)
+        for entry in reader.entries.values():
+            count, grouped = torch.Size(entry.shape).numel(), reader.grouped(entry.name)
+            if grouped is None or not grouped.device_kind:
+                yield _Stored(count, len(entry.shape), entry.dtype, entry.num_bytes)
+                continue
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[grouped.kind]]
+            arranged = arranged_bytes(grouped.device_kind, grouped.rows, grouped.columns)
+            yield _Stored(count, 2, None, count // block * block_bytes, arranged)
 
 
 def _bytes_on_gpu(tensor: _Stored, computes_in: torch.dtype, in_blocks: bool) -> int:

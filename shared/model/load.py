@@ -26,6 +26,7 @@ from shared.model.parts import refuse_config
 from shared.model.remembered.facts import Facts
 from shared.model.remembered.store import StartEntry, StartStore
 from shared.model.source import arguments_of, missing_model, size_mb
+from shared.model.weights.groups import scheme_of
 from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.on_device import TakenBlocks
 from shared.model.weights.quantised import dequantises, missing_package, quantisation
@@ -121,12 +122,16 @@ def _load_model(
             config = AutoConfig.from_pretrained(**where)
         refuse_config(config)
         sharding = None if ranks is None else _sharding(config, ranks, model_id, where)
+        scheme = scheme_of(config)
+        if scheme is not None:  # neap reads the matrices, into modules of its own
+            del config.quantization_config
         method = quantisation(config)
         on_cpu = device == "cpu"
         # On a CPU everything but the matrices is float32. Quantised modules compute in the dtype of their checkpoint.
         in_float32 = on_cpu and method is None
         if "gguf_file" not in where:
-            readers = safetensors_replacements(checkpoint, lazy=in_float32 and ranks is None)
+            lazy_ones = (in_float32 or scheme is not None) and ranks is None
+            readers = safetensors_replacements(checkpoint, lazy=lazy_ones, scheme=scheme)
         if ranks is not None:
             from shared.model.ranks.sharding import mesh_replacement
 
@@ -134,8 +139,10 @@ def _load_model(
         with replaced(readers), _load_errors(source, theirs):
             # A .gguf file names no dtype to compute in, and transformers would take float32.
             default = sixteen_bits(torch.device(device)) if "gguf_file" in where else "auto"
-            stays_in_blocks = _stays_in_blocks("gguf_file" in where and accelerate, device, dtype)
-            model = _build(where, torch.float32 if in_float32 or stays_in_blocks else dtype or default, sharding)
+            is_in_blocks = "gguf_file" in where or scheme is not None
+            stays_in_blocks = _stays_in_blocks(is_in_blocks and accelerate, device, dtype)
+            kept = where if scheme is None else {**where, "config": config}
+            model = _build(kept, torch.float32 if in_float32 or stays_in_blocks else dtype or default, sharding)
             # Matrices are packed while Python makes the tokenizer.
             with ThreadPoolExecutor(1, "neap-pack") as pool:
                 packing = None if facts.earlier else pool.submit(pack_ahead, model)
@@ -176,7 +183,7 @@ def _load_model(
         placed: Any = model  # `Any`, because the decorator of `to` upstream hides its type
         if not on_cpu:
             if taken is not None:
-                taken.round_others(sixteen_bits(torch.device(device)))
+                taken.round_others(_sixteen_bits(config.dtype if scheme is not None else None, torch.device(device)))
             placed = placed.to(device)
             if taken is not None:
                 taken.place(placed.device)
@@ -200,7 +207,7 @@ def _load_model(
         )
     if checkpoint.dequantised:
         log.warning(
-            "matrices were dequantised to float32, which takes more memory",
+            "matrices were dequantised, which takes more memory",
             model_id=model_id,
             reasons=dict(Counter(checkpoint.dequantised.values())),
             first=next(iter(checkpoint.dequantised)),
@@ -208,9 +215,14 @@ def _load_model(
     return loaded
 
 
-def _stays_in_blocks(is_gguf: bool, device: str, dtype: torch.dtype | None) -> bool:
-    """Whether a GPU multiplies by the blocks of a .gguf file: unless another format is asked for."""
-    return is_gguf and torch.device(device).type == "cuda" and dtype is None and has_triton()
+def _sixteen_bits(own: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """What a model in blocks computes in on a GPU: float16 if its checkpoint does."""
+    return torch.float16 if own == torch.float16 else sixteen_bits(device)
+
+
+def _stays_in_blocks(is_in_blocks: bool, device: str, dtype: torch.dtype | None) -> bool:
+    """Whether a GPU multiplies by a checkpoint's blocks: unless another format is asked for."""
+    return is_in_blocks and torch.device(device).type == "cuda" and dtype is None and has_triton()
 
 
 def _is_dequantised(model: PreTrainedModel, method: str, model_id: str) -> bool:

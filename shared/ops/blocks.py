@@ -1,4 +1,5 @@
-"""GGUF's blocks on a GPU: how a matrix [N, K] in blocks lies in memory there, and what numbers it stands for.
+"""GGUF's blocks on a GPU, and the groups of AWQ and GPTQ: how a matrix [N, K] lies in memory there, and what numbers
+it stands for.
 
 Quants and scales lie apart, a word or 32 bytes of each row beside those of the next row, so that programs over many
 rows read without gaps. It takes 1.00 to 1.11 times the bytes of the file.
@@ -7,7 +8,8 @@ rows read without gaps. It takes 1.00 to 1.11 times the bytes of the file.
   bits (two's complement) of one group.
 - `high` uint8 [G, N, 32]: further bits, 2 of each of four groups or 1 of each of eight. Empty without.
 - `scales` int32 [G, N]: of a group a scale and an addend (float16), or of two groups four scales or scales and addends
-  of 8 bits. `supers` int32 [K / 256, N]: what these are multiplied by (float16 each). Empty without.
+  of 8 bits; or of one, two or four groups a scale (float16) and a zero (int16). `supers` int32 [K / 256, N]: what
+  scales of 8 bits are multiplied by (float16 each). Empty without.
 """
 
 from dataclasses import dataclass
@@ -36,8 +38,9 @@ class Blocks(NamedTuple):
 @dataclass(frozen=True)
 class Layout:
     """`bits` and `high`: bits of a quant in `low` and in `high`. `step`: columns whose bytes are whole. `scales`: 0: a
-    scale and an addend of a group; 1: 6 bits of each, and supers; 2: a signed scale for 16 columns, and supers. `zero`:
-    what a quant of 0 is written as. `block`: columns of a block of the file."""
+    scale and an addend of a group; 1: 6 bits of each, and supers; 2: a signed scale for 16 columns, and supers; 3: a
+    scale and a zero. `zero`: what a quant of 0 is written as. `block`: columns of a block of the file. `span`: columns
+    of a word of scales."""
 
     bits: int
     high: int
@@ -45,10 +48,15 @@ class Layout:
     scales: int
     zero: int
     block: int
+    span: int = GROUP
 
     @property
     def bytes_per_weight(self) -> float:
-        return (self.bits + self.high) / 8 + (4 / GROUP if self.scales == 0 else 4 / (2 * GROUP) + 4 / 256)
+        return (self.bits + self.high) / 8 + 4 / self.span + (4 / 256 if self.has_supers else 0)
+
+    @property
+    def has_supers(self) -> bool:
+        return self.scales in (1, 2)
 
 
 LAYOUTS = {
@@ -57,9 +65,10 @@ LAYOUTS = {
     "Q5_0": Layout(4, 1, 256, 0, 16, 32),
     "Q5_1": Layout(4, 1, 256, 0, 0, 32),
     "Q8_0": Layout(8, 0, 64, 0, 0, 32),
-    "Q4_K": Layout(4, 0, 64, 1, 0, 256),
-    "Q5_K": Layout(4, 1, 256, 1, 0, 256),
-    "Q6_K": Layout(4, 2, 128, 2, 32, 256),
+    "Q4_K": Layout(4, 0, 64, 1, 0, 256, 64),
+    "Q5_K": Layout(4, 1, 256, 1, 0, 256, 64),
+    "Q6_K": Layout(4, 2, 128, 2, 32, 256, 64),
+    **{f"W4_{span}": Layout(4, 0, max(span, 64), 3, 0, span, span) for span in (32, 64, 128)},
 }
 
 
@@ -70,8 +79,8 @@ def arranged(blocks: Tensor, kind: str, width: int) -> Blocks:
     groups = -(-width // layout.step) * layout.step // GROUP
     quants = F.pad(quants.reshape(rows, -1, GROUP), (0, 0, 0, groups - width // GROUP)).transpose(0, 1)
     scales = scales.reshape(rows, -1)
-    scales = F.pad(scales, (0, groups // (1 if layout.scales == 0 else 2) - scales.shape[1])).T.contiguous()
-    supers = supers.reshape(rows, -1).T.contiguous() if layout.scales else scales.new_empty(0)
+    scales = F.pad(scales, (0, groups * GROUP // layout.span - scales.shape[1])).T.contiguous()
+    supers = supers.reshape(rows, -1).T.contiguous() if layout.has_supers else scales.new_empty(0)
     if layout.bits == 8:
         return Blocks(quants.contiguous(), quants.new_empty(0), scales, supers)
     lower = quants & 15
@@ -110,6 +119,9 @@ def widened(blocks: Blocks, kind: str, width: int, rows: Tensor | slice = slice(
     if layout.scales == 0:
         scale, addend = _halves(words)
         numbers = scale[..., None] * numbers + addend[..., None]
+    elif layout.scales == 3:
+        words = words.repeat_interleave(layout.span // GROUP, 0)
+        numbers = (numbers - (words >> 16)[..., None]) * _halves(words)[0][..., None]
     else:
         eight = words.contiguous().view(torch.uint8).view(*words.shape, 4)
         scale, least = (half.repeat_interleave(4, 0) for half in _halves(blocks.supers[:, rows]))
@@ -184,6 +196,11 @@ def _six_bit_quants(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (lower | upper << 4).flatten(-2), words, _word(scale, torch.zeros_like(scale))
 
 
+def _zeroed(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of columns that share them a scale (float16), a zero (int16), and quants."""
+    return _nibbles(blocks[..., 4:]), _word(blocks[..., :4]), blocks.new_empty(0, dtype=torch.int32)
+
+
 _PARTS = {
     "Q4_0": lambda blocks: _plain(blocks, addend=False, fifth=False),
     "Q4_1": lambda blocks: _plain(blocks, addend=True, fifth=False),
@@ -193,4 +210,5 @@ _PARTS = {
     "Q4_K": lambda blocks: _six_bits(blocks, fifth=False),
     "Q5_K": lambda blocks: _six_bits(blocks, fifth=True),
     "Q6_K": _six_bit_quants,
+    **dict.fromkeys(("W4_32", "W4_64", "W4_128"), _zeroed),
 }

@@ -6,8 +6,8 @@ cut into pieces, and the pieces are added front to back. So the bits of a token'
 tokens share the product nor on its place among them, as far as an instruction gives a column the same bits at every
 width. A card's trial at start shows whether it does (`shared.model.company`).
 
-Blocks of a .gguf file are dequantised in registers, to the numbers that GGUF's reference code gives, and rounded to the
-tokens' dtype. How they lie in memory: `shared.ops.blocks`.
+Blocks of a .gguf file, AWQ and GPTQ are dequantised in registers, to the numbers of their definition, and rounded to
+the tokens' dtype. How they lie in memory: `shared.ops.blocks`.
 """
 
 import triton
@@ -27,10 +27,12 @@ def half_at(word, PLACE: tl.constexpr):
 def widened(quants, words, supers, GROUP: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr):
     """Quants [BN, 32] int32 of a group, with their words of scales [BN], as numbers float32. SCALES: 0: a scale and an
     addend of each group; 1: of each group 6 bits of scale and addend, which `supers` scale; 2: a signed scale for 16
-    quants, which `supers` scale."""
+    quants, which `supers` scale; 3: a scale and a zero."""
     numbers = (quants - ZERO).to(tl.float32)
     if SCALES == 0:
         return half_at(words, 0)[:, None] * numbers + half_at(words, 1)[:, None]
+    if SCALES == 3:
+        return half_at(words, 0)[:, None] * (numbers - (words >> 16)[:, None].to(tl.float32))
     scale = half_at(supers, 0)
     if SCALES == 1:
         own = scale * ((words >> (8 * (GROUP % 2))) & 255).to(tl.float32)
@@ -46,7 +48,7 @@ def multiply(
     x, weight, high, scales, supers, bias, out, parts, num_tokens, num_rows, width, x_token,
     BN: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     SPLIT: tl.constexpr, BIASED: tl.constexpr, WIDENS: tl.constexpr, EVEN: tl.constexpr,
-    BITS: tl.constexpr, HIGH: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr,
+    BITS: tl.constexpr, HIGH: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = x [T, K] times weight [N, K], or a matrix in blocks if BITS is not 0, plus bias [N]. Programs: tiles
     of tokens (x) times tiles of rows (y). SPLIT: times pieces (z), whose sums go to `parts` [PIECES, T, N]."""
@@ -56,6 +58,7 @@ def multiply(
     wide_rows = row.to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * 0 + num_rows
     COLUMNS: tl.constexpr = STEP if BITS == 0 else 32
+    WORD: tl.constexpr = SPAN // 32
     k = tl.arange(0, COLUMNS)
     columns = x + token[None, :].to(tl.int64) * x_token + k[:, None]
     whole = tl.zeros((BN, BT), tl.float32)
@@ -92,12 +95,11 @@ def multiply(
                         if i % 8 == 0:
                             upper = tl.load(high + group // 8 * 32 + at, mask=inside[:, None], other=0)
                         quants += ((upper >> (i % 8)) & 1).to(tl.int32) * 16
-                    if SCALES == 0:
-                        words = tl.load(scales + group + rows * i + row, mask=inside, other=0)
+                    if i % WORD == 0:
+                        words = tl.load(scales + group // WORD + rows * (i // WORD) + row, mask=inside, other=0)
+                    if SCALES == 0 or SCALES == 3:
                         above = words
                     else:
-                        if i % 2 == 0:
-                            words = tl.load(scales + group // 2 + rows * (i // 2) + row, mask=inside, other=0)
                         if i % 8 == 0:
                             above = tl.load(supers + rows * (begin // 256) + row, mask=inside, other=0)
                     tile = widened(quants, words, above, i, SCALES, ZERO).to(x.dtype.element_ty)

@@ -81,7 +81,8 @@ class ProductTiles:
             "PIECES": self.num_pieces, "SPLIT": self.splits(num_tokens), "BIASED": biased,
             "WIDENS": not self.multiplies, "EVEN": self.width % self.step == 0,
             "BITS": 0 if layout is None else layout.bits, "HIGH": 0 if layout is None else layout.high,
-            "SCALES": 0 if layout is None else layout.scales, "ZERO": 0 if layout is None else layout.zero,
+            "SCALES": 0 if layout is None else layout.scales,
+            "SPAN": 32 if layout is None else layout.span, "ZERO": 0 if layout is None else layout.zero,
         }  # fmt: skip
 
     def splits(self, num_tokens: int) -> bool:

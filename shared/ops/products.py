@@ -48,8 +48,8 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def blocks_linear(x: Tensor, blocks: Blocks, kind: str, bias: Tensor | None = None) -> Tensor:
-    """As `invariant_linear`, with a matrix in GGUF's blocks of a kind such as "Q4_K": their numbers, rounded to x's
-    dtype."""
+    """As `invariant_linear`, with a matrix in blocks of a kind of `LAYOUTS` such as "Q4_K": their numbers, rounded to
+    x's dtype."""
     begin_call(x, bias)
     out: Tensor = torch.ops.neap.blocks_linear.default(x, *blocks, bias, kind)
     return out
@@ -91,8 +91,8 @@ def check_blocks(x: Tensor, blocks: Blocks, kind: str, bias: Tensor | None) -> N
     shapes = {
         "low": [groups * layout.bits // 8, rows, 32],
         "high": [groups * layout.high // 8, rows, 32] if layout.high else [0],
-        "scales": [groups // (2 if layout.scales else 1), rows],
-        "supers": [width // 256, rows] if layout.scales else [0],
+        "scales": [groups * 32 // layout.span, rows],
+        "supers": [width // 256, rows] if layout.has_supers else [0],
     }
     for (name, wanted), tensor in zip(shapes.items(), blocks, strict=True):
         _demand(list(tensor.shape) == wanted, f"{name} has shape {list(tensor.shape)}, want {wanted}")

@@ -113,7 +113,7 @@ def test_a_token_attends_to_the_same_bits_alone_and_in_company(device: str, widt
 @pytest.mark.parametrize("width", [576, 1024, 4096])
 def test_a_token_multiplies_to_the_same_bits_in_any_company(device: str, width: int, kind: str) -> None:
     if kind and width % LAYOUTS[kind].block:
-        pytest.skip("blocks of this kind have 256 columns")
+        pytest.skip("whole blocks of this kind have more columns")
     x, rows = torch.randn(2048, width, dtype=torch.bfloat16, device=device), 1000
     if kind:
         blocks = Blocks(*(part.to(device) for part in arranged(drawn_blocks(rows, width, kind), kind, width)))

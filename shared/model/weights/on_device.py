@@ -1,4 +1,4 @@
-"""Matrices of a .gguf file that stay in its blocks on a GPU.
+"""Matrices of a .gguf file, or of AWQ and GPTQ, that stay in blocks on a GPU.
 
 Linear layers multiply by the blocks, and embeddings widen the rows that they look up. To the model a weight is a tensor
 of the dtype that it computes in, which is widened where other code reads it.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.model.weights.lazy import LazyWeight, as_parameter, lazy
-from shared.model.weights.stored import ALL_ROWS, Blocks, Stored, rounded_to
+from shared.model.weights.stored import ALL_ROWS, Stored, rounded_to
 from shared.ops import blocks as arrangement
 from shared.ops.products import blocks_linear
 
@@ -69,7 +69,7 @@ class TakenBlocks:
         for module in model.modules():
             parameter = module._parameters.get("weight")
             stored = lazy(parameter)
-            is_kept = isinstance(stored, Blocks) and stored.format in arrangement.LAYOUTS and not stored.transposed
+            is_kept = stored is not None and stored.device_kind and not stored.transposed
             if is_kept and parameter is not None and (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
                 self._taken.append((module, parameter))
                 module._parameters["weight"] = None
@@ -100,7 +100,7 @@ class TakenBlocks:
 
 
 def _arranged(stored: Stored | None, device: torch.device, dtype: torch.dtype) -> OnDevice:
-    assert isinstance(stored, Blocks)
-    raw = stored.read()
-    parts = [arrangement.arranged(part.to(device), stored.format, stored.columns) for part in raw.split(PART_ROWS)]
-    return OnDevice(arrangement.joined(parts) if len(parts) > 1 else parts[0], stored.columns, stored.format, dtype)
+    assert stored is not None
+    raw, kind = stored.device_blocks(), stored.device_kind
+    parts = [arrangement.arranged(part.to(device), kind, stored.columns) for part in raw.split(PART_ROWS)]
+    return OnDevice(arrangement.joined(parts) if len(parts) > 1 else parts[0], stored.columns, kind, dtype)

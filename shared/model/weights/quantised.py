@@ -22,7 +22,7 @@ GGUF = "gguf"
 
 def quantisation(config: PreTrainedConfig) -> str | None:
     """The method by which a checkpoint is quantised, such as "gptq". None for plain checkpoints and .gguf files."""
-    settings = _settings(config)
+    settings = settings_of(config)
     if settings is None:
         return None
     method = settings.get("quant_method")
@@ -39,7 +39,7 @@ def quantised_digest(model: nn.Module, config: PreTrainedConfig) -> bytes:
     method = quantisation(config)
     if method is None:
         return b""
-    digest = hashlib.sha256(json.dumps(_settings(config), sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(settings_of(config), sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         if isinstance(tensor, torch.Tensor):
             digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} ".encode())
@@ -83,7 +83,8 @@ def missing_package(error: ImportError) -> str:
     return str([*installs, *quoted, "that its quantisation belongs to"][0])
 
 
-def _settings(config: PreTrainedConfig) -> dict[str, Any] | None:
+def settings_of(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """What the checkpoint says of its quantisation."""
     raw = getattr(config, "quantization_config", None)
     if raw is None:
         return None

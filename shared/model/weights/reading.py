@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -21,6 +22,7 @@ from transformers import modeling_utils
 from shared.errors import Corrupt
 from shared.model.remembered.packed import PackedMatrices
 from shared.model.weights.files import StableFile, corrupt
+from shared.model.weights.groups import PARTS, Grouped, Place, Scheme, shape_of
 from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.stored import LAZY_DTYPES, Plain
 
@@ -183,20 +185,47 @@ def _replaced_where(entered: threading.local, original: Any, replacement: Any) -
     return call
 
 
-def safetensors_replacements(checkpoint: CheckpointFiles, *, lazy: bool) -> list[Replacement]:
-    """Make transformers open .safetensors files with `SafetensorsReader`.
-    `lazy`: whether matrices stay in their files."""
-    return [(modeling_utils, "safe_open", lambda path, *_, **__: SafetensorsReader(checkpoint, path, lazy=lazy))]
+def safetensors_replacements(
+    checkpoint: CheckpointFiles, *, lazy: bool, scheme: Scheme | None = None
+) -> list[Replacement]:
+    """Make transformers open .safetensors files with `SafetensorsReader`. `lazy`: whether matrices stay in their files.
+    `scheme`: how some of them are quantised."""
+    reader = partial(SafetensorsReader, checkpoint, lazy=lazy, scheme=scheme)
+    return [(modeling_utils, "safe_open", lambda path, *_, **__: reader(path))]
 
 
 class SafetensorsReader:
     """What transformers uses of `safetensors.safe_open`, which maps the file and gives tensors that are parts of the
-    mapping."""
+    mapping. Tensors of a quantised matrix, which may be in other files of the folder, are one `weight`."""
 
-    def __init__(self, checkpoint: CheckpointFiles, path: str, *, lazy: bool) -> None:
+    def __init__(
+        self, checkpoint: CheckpointFiles, path: str | Path, *, lazy: bool, scheme: Scheme | None = None
+    ) -> None:
         self._checkpoint, self._lazy = checkpoint, lazy
         self._file = checkpoint.open(path)
-        self._entries = read_entries(self._file)
+        self.entries = read_entries(self._file)
+        self._scheme, self._places = scheme, dict[str, dict[str, Place]]()
+        if scheme is not None:
+            self._gather(Path(path), scheme)
+
+    def _gather(self, path: Path, scheme: Scheme) -> None:
+        """Puts quantised matrices in the place of their tensors."""
+        files = [path, *(other for other in sorted(path.parent.glob("*.safetensors")) if other != path)]
+        found = ((self._checkpoint.open(each), each) for each in files)
+        places: dict[str, Place] = {}
+        for file, each in found:
+            for name, entry in (self.entries if each == path else read_entries(file)).items():
+                if name.endswith(PARTS):
+                    places.setdefault(name, Place(file, entry.offset, entry.shape, entry.dtype))
+        for name in [name for name in self.entries if name.endswith(PARTS)]:
+            prefix, _, part = name.rpartition(".")
+            entry = self.entries.pop(name)
+            if part == "qweight":
+                own = {part: places[key] for part in PARTS if (key := f"{prefix}.{part}") in places}
+                shape = shape_of(prefix, own, scheme)
+                weight = f"{prefix}.weight"
+                self._places[weight] = own
+                self.entries[weight] = TensorEntry(weight, torch.float16, shape, entry.offset, entry.num_bytes)
 
     def __enter__(self) -> "SafetensorsReader":
         return self
@@ -205,16 +234,29 @@ class SafetensorsReader:
         """The checkpoint closes the file."""
 
     def keys(self) -> list[str]:
-        return list(self._entries)
+        return list(self.entries)
 
     def metadata(self) -> dict[str, str]:
         return {"format": "pt"}
 
     def get_slice(self, name: str) -> "_Slice":
-        return _Slice(self, self._entries[name])
+        return _Slice(self, self.entries[name])
+
+    def grouped(self, name: str) -> Grouped | None:
+        """The quantised matrix that is `name`. None if it is none."""
+        if self._scheme is None or name not in self._places:
+            return None
+        checkpoint = self._checkpoint
+        options: dict[str, Any] = {"target_dtype": checkpoint.dtype, "matrices": checkpoint.matrices}
+        return Grouped(name, self._places[name], self._scheme, **options)
 
     def get_tensor(self, name: str) -> Tensor:
-        entry = self._entries[name]
+        entry = self.entries[name]
+        grouped = self.grouped(name)
+        if grouped is not None:
+            if grouped.why_wide:
+                self._checkpoint.dequantised[name] = grouped.why_wide
+            return LazyWeight(grouped)
         shape = entry.shape
         if self._lazy and len(shape) == 2 and entry.num_bytes and entry.dtype in LAZY_DTYPES:
             checkpoint, place = self._checkpoint, (self._file, entry.offset, shape, entry.dtype)

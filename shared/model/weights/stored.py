@@ -38,11 +38,13 @@ class Stored(ABC):
     """A matrix [N, K]. `format` names its numbers: a dtype such as "bfloat16", or a block format such as "Q4_K".
 
     `transposed`: whether a model holds it as [K, N], as GPT-2 does; `shape` is what the model holds. `parts`: those
-    that it consists of. `dtype` and `device`: of the tensor that it is to a model.
+    that it consists of. `dtype` and `device`: of the tensor that it is to a model. `device_kind`: of blocks that a GPU
+    multiplies by (`shared.ops.blocks`), if it can be arranged in such.
     """
 
     parts: tuple["Stored", ...] = ()
     dtype, device = torch.float32, torch.device("cpu")
+    device_kind = ""
 
     def __init__(self, rows: int, columns: int, form: str, *, transposed: bool = False) -> None:
         self.rows, self.columns, self.format, self.transposed = rows, columns, form, transposed
@@ -68,6 +70,10 @@ class Stored(ABC):
     @abstractmethod
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         """Rows [N, K] packed for the kernels, as `shared.ops.packed_linear` takes them."""
+
+    def device_blocks(self) -> Tensor:
+        """Blocks of `device_kind`: uint8 [N, bytes per row]."""
+        raise NotImplementedError("it is not in blocks")
 
     def pack_transpose(self, rows: slice = ALL_ROWS) -> tuple[Tensor, str]:
         """Rows of the transpose [K, N], packed, and the format of their numbers."""
@@ -145,7 +151,7 @@ class Plain(Stored):
         if self._row_order is not None:
             yield self._read()
             return
-        for rows in _row_parts(self):
+        for rows in row_ranges(self):
             yield self._read_rows(int(rows[0]), len(rows))
 
     def dequantised_rows(self) -> Tensor:
@@ -155,11 +161,11 @@ class Plain(Stored):
         return (rounded_to(part, self._target_dtype).float() for part in self._read_parts())
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        name = _name(self._place[0], self._place[1], self.format, rows, self._row_order)
+        name = name_of(self._place[0], self._place[1], self.format, rows, self._row_order)
         return self._matrices.get(name, lambda: ops.pack_linear(self.read()[rows]))
 
     def pack_transpose(self, rows: slice = ALL_ROWS) -> tuple[Tensor, str]:
-        name = _name(self._place[0], self._place[1], f"{self.format}.T", rows, self._row_order)
+        name = name_of(self._place[0], self._place[1], f"{self.format}.T", rows, self._row_order)
         return self._matrices.get(name, lambda: ops.pack_linear(self.read().T[rows])), self.format
 
     def look_up(self, ids: Tensor) -> Tensor:
@@ -199,9 +205,9 @@ class Blocks(Stored):
         # Made once: loading reads a matrix for the fingerprint, for the model's own pass, and for the kernels.
         self._matrices = matrices or PackedMatrices()
         super().__init__(*shape, dtype_name(target_dtype) if target_dtype else kind.name, transposed=transposed)
+        self.device_kind = "" if target_dtype else kind.name
 
-    def read(self) -> Tensor:
-        """uint8 [N, bytes per row]."""
+    def device_blocks(self) -> Tensor:
         file, offset, (rows, columns), kind = self._place
         block, block_bytes = GGML_QUANT_SIZES[kind]
         row_bytes = columns // block * block_bytes
@@ -217,7 +223,7 @@ class Blocks(Stored):
 
     def row_parts(self) -> Iterator[Tensor]:
         packed = self.pack()
-        return (ops.packed_rows(packed, rows) for rows in _row_parts(self))
+        return (ops.packed_rows(packed, rows) for rows in row_ranges(self))
 
     def look_up(self, ids: Tensor) -> Tensor:
         file, offset, (_, columns), kind = self._place
@@ -239,7 +245,7 @@ class Blocks(Stored):
             yield from (part.to(torch.bfloat16) for part in self.row_parts())
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        name = _name(self._place[0], self._place[1], self.format, rows, self._row_order)
+        name = name_of(self._place[0], self._place[1], self.format, rows, self._row_order)
         return self._matrices.get(name, lambda: self._packed(rows))
 
     def _packed(self, rows: slice) -> Tensor:
@@ -249,7 +255,7 @@ class Blocks(Stored):
         return ops.pack_linear(rounded_to(ops.unpack_linear(packed), self._target_dtype))
 
     def _pack_blocks(self, rows: slice = ALL_ROWS) -> Tensor:
-        return ops.pack_blocks(self.read()[rows], self._place[3].name, self.columns)
+        return ops.pack_blocks(self.device_blocks()[rows], self._place[3].name, self.columns)
 
 
 class Joined(Stored):
@@ -324,7 +330,7 @@ class Packed(Stored):
         return ops.unpack_linear(self.packed)
 
     def row_parts(self) -> Iterator[Tensor]:
-        return (self.look_up(rows) for rows in _row_parts(self))
+        return (self.look_up(rows) for rows in row_ranges(self))
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         if rows == ALL_ROWS:
@@ -361,14 +367,14 @@ def rounded_to(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded
 
 
-def _row_parts(matrix: Stored) -> tuple[Tensor, ...]:
+def row_ranges(matrix: Stored) -> tuple[Tensor, ...]:
     """The numbers of the matrix' rows, int64, in parts of about PART_NUMBERS numbers and of whole panels."""
     panels = max(1, PART_NUMBERS // _PANEL // max(matrix.columns, 1))
     parts: tuple[Tensor, ...] = torch.arange(matrix.rows).split(_PANEL * panels)
     return parts
 
 
-def _name(file: StableFile, offset: int, form: str, rows: slice, row_order: Tensor | None) -> str:
+def name_of(file: StableFile, offset: int, form: str, rows: slice, row_order: Tensor | None = None) -> str:
     """Names what a packed matrix was made from."""
     order = "" if row_order is None else hashlib.sha256(row_order.numpy().data).hexdigest()
     return f"{file.path.name}:{offset}:{form}:{rows.start}:{rows.stop}:{order}"

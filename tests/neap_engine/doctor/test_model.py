@@ -78,6 +78,6 @@ def test_what_a_worker_will_take_of_a_gpu(monkeypatch, tmp_path, gguf):
 def test_what_is_not_known_beforehand_is_not_guessed(tmp_path):
     assert checks.memory(ModelSource("tiny", "owner/name"), WorkerSettings()).status == "off"
     config = build_family("llama").config
-    config.quantization_config = {"quant_method": "awq", "bits": 4}
+    config.quantization_config = {"quant_method": "bitnet"}
     config.save_pretrained(tmp_path)
     assert checks.memory(ModelSource("tiny", str(tmp_path)), WorkerSettings()).status == "off"

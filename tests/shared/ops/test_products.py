@@ -4,18 +4,16 @@ and in company, with planted bugs; and how GGUF's blocks lie in memory."""
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 import torch.nn.functional as F
-from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 from torch.library import opcheck
 
 from shared.ops import products
 from shared.ops.blocks import LAYOUTS, arranged, joined, widened
 from shared.ops.products import blocks_linear, invariant_linear
-from tests.shared.ops.drawn_blocks import drawn_blocks
+from tests.shared.ops.drawn_blocks import drawn_blocks, numbers_of
 from tests.shared.ops.interpreted import PRODUCTS, launched
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
@@ -33,11 +31,10 @@ CASES = {
     "five bits": (20, 544, "Q5_0", 90, HALF),
     "six bits in pieces": (20, 2048, "Q6_K", 90, SINGLE),
     **{kind: (20, 512, kind, 90, HALF) for kind in ("Q4_0", "Q5_1", "Q4_K", "Q5_K")},
+    "a zero for 32": (20, 96, "W4_32", 90, HALF),
+    "a zero for 64": (20, 192, "W4_64", 75, SINGLE),
+    "a zero for 128 in pieces": (70, 1152, "W4_128", 90, HALF),
 }
-
-
-def numbers(raw: Tensor, kind: str) -> Tensor:
-    return torch.from_numpy(gguf.dequantize(raw.numpy(), GGMLQuantizationType[kind]))
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +55,7 @@ def check(name: str, folder: Path, source: Path = PRODUCTS) -> None:
     wanted_weight = weight
     if kind:
         raw = drawn_blocks(rows, width, kind)
-        weight, wanted_weight = arranged(raw, kind, width), numbers(raw, kind).to(dtype)
+        weight, wanted_weight = arranged(raw, kind, width), numbers_of(raw, kind).to(dtype)
     wanted = products.reference_linear(x, wanted_weight, bias)
     common = {"weight": weight if isinstance(weight, Tensor) else tuple(weight), "kind": kind, "bias": bias,
               "capability": capability}  # fmt: skip
@@ -103,6 +100,8 @@ BUGS = {
     "an addend of another group": ("words >> (16 + 8 * (GROUP % 2))", "words >> 16", "Q4_K"),
     "quants without a zero": ("(quants - ZERO)", "quants", "Q4_0"),
     "bytes without a sign": ("low.to(tl.int8, bitcast=True)", "low", "a tile of"),
+    "a zero of other bits": ("(words >> 16)[:, None]", "(words >> 17)[:, None]", "a zero for 64"),
+    "a word of the groups before": ("rows * (i // WORD)", "rows * 0 * (i // WORD)", "Q5_K"),
 }  # fmt: skip
 
 
@@ -138,12 +137,12 @@ def test_norms_are_those_of_torch_and_do_not_depend_on_company(dtype: torch.dtyp
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("width", [32, 96, 576, 256, 768])
-def test_blocks_stand_for_the_numbers_of_gguf(kind: str, width: int) -> None:
+def test_blocks_stand_for_the_numbers_of_the_file(kind: str, width: int) -> None:
     layout = LAYOUTS[kind]
     if width % layout.block:
-        pytest.skip("blocks of this kind have 256 columns")
+        pytest.skip("whole blocks of this kind have more columns")
     raw = drawn_blocks(5, width, kind)
-    blocks, wanted = arranged(raw, kind, width), numbers(raw, kind)
+    blocks, wanted = arranged(raw, kind, width), numbers_of(raw, kind)
     assert torch.equal(widened(blocks, kind, width), wanted)
     rows = torch.tensor([4, 0, 4])
     assert torch.equal(widened(blocks, kind, width, rows), wanted[rows])

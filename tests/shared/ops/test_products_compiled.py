@@ -58,7 +58,7 @@ def multiplies(kind: str, dtype: torch.dtype, capability: int, count: int, folde
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kind", ["", "Q4_K"])
+@pytest.mark.parametrize("kind", ["", "Q4_K", "W4_128"])
 def test_an_8b_models_products_are_compiled_for_gpus_that_are_not_here(
     kind: str, capability: int, tmp_path: Path
 ) -> None:
@@ -68,7 +68,9 @@ def test_an_8b_models_products_are_compiled_for_gpus_that_are_not_here(
 
 # The bytes and bits that layouts differ by; the others have the code of one of these.
 COMPILED = [
-    (capability, kind) for capability in SHARED for kind in ("", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+    (capability, kind)
+    for capability in SHARED
+    for kind in ("", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "W4_64", "W4_128")
 ]
 
 
