@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from shared import ops
 from shared.model.substitution.layer import Hooks
 from shared.model.substitution.linear import norm
 from shared.model.substitution.match import Unsuitable, random_input, relative_error
 from shared.model.substitution.merged_linear import MergedLinear
+from shared.model.weights.lazy import as_parameter
 from shared.model.weights.on_device import BlocksLinear
 from shared.model.weights.quantised import quantisation
 from shared.ops.paged_on_gpu import has_triton
@@ -49,6 +51,16 @@ class InvariantLinear(nn.Linear):
         return invariant_linear(input, self.weight, self.bias)
 
 
+class InvariantConv1D(nn.Module):
+    """As `InvariantLinear`, in place of GPT-2's layer, whose weight [K, N] was turned."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return invariant_linear(x, self.weight, self.bias)
+
+
 class InvariantNorm(nn.Module):
     """x [..., D] -> [..., D]: an RMS norm, or with a bias a layer norm."""
 
@@ -75,7 +87,7 @@ def make_invariant(model: PreTrainedModel) -> InvariantReport:
     seen: dict[object, str] = {}
     for name, module in model.named_modules():
         dimensions = [parameter.dim() for parameter in module.parameters(recurse=False)]
-        is_linear = type(module) is nn.Linear or isinstance(module, MergedLinear)
+        is_linear = type(module) in (nn.Linear, Conv1D) or isinstance(module, MergedLinear)
         is_norm = bool(dimensions) and max(dimensions) == 1 and not list(module.children())
         if isinstance(module, BlocksLinear):
             counts["linear"] += 1
@@ -103,17 +115,18 @@ Seen = dict[object, str]
 
 def _replace_linear(module: nn.Module, seen: Seen) -> None:
     """`seen`: of each form of module that was compared, what was found: empty if it agrees."""
-    assert isinstance(module, nn.Linear)
-    if module.in_features == 0 or not module.weight.is_contiguous():
+    assert isinstance(module, nn.Linear | Conv1D)
+    weight: Tensor = module.weight.T.contiguous() if isinstance(module, Conv1D) else module.weight
+    if weight.numel() == 0 or not weight.is_contiguous():
         raise Unsuitable("its weight is empty or not contiguous")
-    form = module.in_features, module.out_features, module.bias is None, module.weight.dtype
-    parameters = module.weight, module.bias
-    own, theirs = (
-        partial(multiply, weight=parameters[0], bias=parameters[1]) for multiply in (invariant_linear, F.linear)
-    )
-    _compare(own, theirs, module.weight, module.in_features, form, seen)
+    form = type(module), weight.shape, module.bias is None, weight.dtype
+    own, theirs = (partial(multiply, weight=weight, bias=module.bias) for multiply in (invariant_linear, F.linear))
+    _compare(own, module.forward if isinstance(module, Conv1D) else theirs, weight, weight.shape[1], form, seen)
     if isinstance(module, MergedLinear):
         module.group.multiply = invariant_linear
+    elif isinstance(module, Conv1D):
+        module.weight = as_parameter(weight)
+        module.__class__ = InvariantConv1D  # type: ignore[assignment]
     else:
         module.__class__ = InvariantLinear
 

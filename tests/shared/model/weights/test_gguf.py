@@ -83,13 +83,13 @@ def test_is_parsed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_matrix_in_blocks_is_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times: Counter[Blocks] = Counter()
-    read = Blocks.read
+    read = Blocks.device_blocks
 
     def count(matrix: Blocks) -> Tensor:
         times[matrix] += 1
         return read(matrix)
 
-    monkeypatch.setattr(Blocks, "read", count)
+    monkeypatch.setattr(Blocks, "device_blocks", count)
     matrices = [p for p in load_model(file).model.parameters() if p.dim() == 2]
     assert len(times) == len(matrices)
     assert set(times.values()) == {1}
