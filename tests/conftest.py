@@ -48,6 +48,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> Iterator[None]:
+    """Each model that is loaded collects garbage: of one module of tests, not of whatever all have imported."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     import torch

@@ -1,11 +1,12 @@
-"""A rank that `test_ranks` starts by torchrun: calibrates what is asked for in FOLDER/asked, case by case.
+"""A rank of `test_ranks`, which calls the first one itself: calibrates what is asked for in FOLDER/asked, case by case.
 
-torchrun .. rank_program.py FOLDER
+python -m tests.calibrator_service.calibration.rank_program FOLDER
 """
 
 import pickle
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -24,15 +25,14 @@ def main(folder: Path) -> None:
     asked, weights = pickle.loads((folder / "asked").read_bytes())
     loaded = make_model(chat=False, weights=weights)
     with joined(TIMEOUT_S) as ranks:
-        for name, spec, changes in asked:
-            for constant, value in changes.items():
-                setattr(plan, constant, value)
+        for name, spec, training in asked:
             heard: list[Progress] = []
             own = loaded
             if name == "differ" and ranks.rank:
                 own = make_model(chat=False, weights={key: 2 * weight for key, weight in weights.items()})
             try:
-                found = calibrate_together(own, spec, ranks, work_dir=folder / name, progress=heard.append)
+                with patch.object(plan, "TRAINING_TOKENS", training):
+                    found = calibrate_together(own, spec, ranks, work_dir=folder / name, progress=heard.append)
                 result = None if found is None else (found.ladder, found.report, found.pack()[1])
             except NeapError as error:
                 result = error.reason

@@ -1,12 +1,12 @@
-"""Calibration by two ranks, in real processes that torchrun starts, beside one rank's."""
+"""Calibration by two ranks, this process and another, beside one rank's."""
 
 import os
 import pickle
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,27 +19,13 @@ from calibrator_service.calibration.statistics import read_statistics
 from shared.errors import Unavailable
 from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.model.loaded import LoadedModel
+from tests.calibrator_service.calibration import rank_program
 from tests.calibrator_service.calibration.test_pipeline import SPEC, answers_file
 from tests.reasons import raises
 from tests.servers import free_ports
 
-REPOSITORY = Path(__file__).parents[3]
-PROGRAM = Path(__file__).with_name("rank_program.py")
 # Training by gradients, of a text that is small enough for a test.
-TRAINED = {"TRAINING_TOKENS": 1000}
-
-
-def torchrun(*arguments: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    path = os.pathsep.join(map(str, [REPOSITORY, REPOSITORY / "protos"]))
-    return subprocess.run(
-        [sys.executable, *map(str, launcher), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+TRAINED = 1000
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +34,26 @@ def cases(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("ranks")
     sequences = [[5 + (i + n + n * (i // 24)) % 24 for n in range(40)] for i in range(90)]
     specs = {
-        "written": (SPEC, {}),
-        "given": (CalibrationSpec(source=answers_file(folder, sequences), exit_depths=(0,), max_tokens=3000), {}),
-        "trained": (SPEC, TRAINED),
-        "differ": (SPEC, {}),
-        "missing": (replace(SPEC, source=AnswerFile(str(folder / "nowhere.jsonl"))), {}),
+        "written": SPEC,
+        "given": CalibrationSpec(source=answers_file(folder, sequences), exit_depths=(0,), max_tokens=3000),
+        "trained": SPEC,
+        "differ": SPEC,
+        "missing": replace(SPEC, source=AnswerFile(str(folder / "nowhere.jsonl"))),
     }
-    asked = [(name, spec, changes) for name, (spec, changes) in specs.items()]
+    asked = [(name, spec, TRAINED if name == "trained" else plan.TRAINING_TOKENS) for name, spec in specs.items()]
     (folder / "asked").write_bytes(pickle.dumps((asked, base_model.model.state_dict())))
-    ended = torchrun(PROGRAM, folder)
-    assert not ended.returncode, ended.stderr[-3000:]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    command = [sys.executable, "-m", rank_program.__name__, str(folder)]
+    with subprocess.Popen(command, env={**os.environ, **place, "RANK": "1"}) as other:
+        try:
+            with patch.dict(os.environ, {**place, "RANK": "0"}):
+                rank_program.main(folder)
+            assert other.wait(60) == 0
+        finally:
+            other.kill()
     made: dict[str, Any] = {}
-    for name, spec, changes in asked[:3]:
-        with pytest.MonkeyPatch.context() as patch:
-            for constant, value in changes.items():
-                patch.setattr(plan, constant, value)
+    for name, spec, training in asked[:3]:
+        with patch.object(plan, "TRAINING_TOKENS", training):
             made[name] = calibrate(base_model, spec, work_dir=folder / "alone" / name)
     of_ranks = {name: [pickle.loads((folder / f"{name}-{rank}").read_bytes()) for rank in (0, 1)] for name in specs}
     return made, of_ranks, folder

@@ -1,11 +1,13 @@
 """Runs Triton kernels in Triton's interpreter, in a process of its own, because a process either interprets kernels or
-compiles them: `python -m tests.shared.ops.interpreted LAUNCH SOURCE CALLS RESULTS`."""
+compiles them: `python -m tests.shared.ops.interpreted` answers for each folder that it reads, to the end of its
+input. All tests of a process ask the same one, since it takes seconds to start."""
 
 import importlib.util
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,23 @@ def interpreted(calls: list[Call], folder: Path, source: Path = SOURCE) -> list[
 
 def launched(launch: str, calls: list[dict[str, Any]], folder: Path, source: Path = PRODUCTS) -> list[Any]:
     """What LAUNCHES[launch] gives for the arguments of each call."""
-    torch.save(calls, folder / "calls")
-    command = [sys.executable, "-m", __spec__.name, launch, str(source), str(folder / "calls"), str(folder / "results")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torch.save((launch, str(source), calls), folder / "calls")
+    interpreter = _interpreter()
+    assert interpreter.stdin is not None
+    assert interpreter.stdout is not None
+    print(folder, file=interpreter.stdin, flush=True)
+    if interpreter.stdout.readline() != "done\n":
+        _interpreter.cache_clear()
+        raise AssertionError(f"the interpreter has ended by {interpreter.wait()}; its error stands above")
     results: list[Any] = torch.load(folder / "results")
     return results
+
+
+@cache
+def _interpreter() -> subprocess.Popen[str]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-m", __spec__.name], cwd=ROOT, env=environment, text=True, **pipes)
 
 
 def _attended(kernels: Any, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,15 +74,19 @@ def _multiplied(kernels: Any, weight: Any, **arguments: Any) -> Tensor:
 LAUNCHES = {"attended": _attended, "multiplied": _multiplied, "normed": normed}
 
 
-def main(launch: str, source: str, calls: str, results: str) -> None:
+def main() -> None:
     torch.set_num_threads(1)
-    found = importlib.util.spec_from_file_location("kernels", source)
-    assert found is not None
-    assert found.loader is not None
-    kernels = importlib.util.module_from_spec(found)
-    found.loader.exec_module(kernels)
-    torch.save([LAUNCHES[launch](kernels=kernels, **arguments) for arguments in torch.load(calls)], results)
+    for line in sys.stdin:
+        folder = Path(line.rstrip("\n"))
+        launch, source, calls = torch.load(folder / "calls")
+        found = importlib.util.spec_from_file_location("kernels", source)
+        assert found is not None
+        assert found.loader is not None
+        kernels = importlib.util.module_from_spec(found)
+        found.loader.exec_module(kernels)
+        torch.save([LAUNCHES[launch](kernels=kernels, **arguments) for arguments in calls], folder / "results")
+        print("done", flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import structlog
@@ -34,6 +36,13 @@ from tests.gguf_files import write_llama
 from tests.worker import save_model
 
 MAX_BYTES = 1 << 30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _digests_of_the_build() -> Iterator[None]:
+    """All sources and the library are read once, not in each of a hundred starts."""
+    with patch.object(store, "build_of", cache(key.build_of)):
+        yield
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """A model that is written as llama.cpp's converter writes it, and read here, gives the same logits."""
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gguf
 import numpy as np
@@ -77,7 +79,10 @@ def write(
     writer.add_pad_token_id(0)
     add_more(writer)
     state = model.state_dict()
-    for name, parameter in checkpoints.get_gguf_hf_weights_map(model, checkpoints.TensorProcessor()).items():
+    # transformers asks for each module within a module, and gguf makes all names anew.
+    with patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)):
+        names = checkpoints.get_gguf_hf_weights_map(model, checkpoints.TensorProcessor())
+    for name, parameter in names.items():
         if parameter in state:
             one = architecture in ADDS_ONE and "norm" in name and name.endswith("weight")
             transposed = architecture == "gpt2" and state[parameter].dim() > 1 and name.startswith("blk.")
