@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from calibrator_service.calibration import plan
 from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
@@ -133,5 +134,7 @@ def test_ranks_that_never_meet(monkeypatch, rank):
     [port] = free_ports(1)
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
+    # torch numbers a process' groups. One that did not come about keeps its number, so later ones never meet theirs.
+    monkeypatch.setattr(distributed_c10d, "_group_count", 0)
     with raises(Unavailable, "RANKS_MISSING", match="the 2 ranks have not met"), joined(1.0):
         pass
