@@ -84,6 +84,9 @@ def test_a_cpu_multiplies_by_the_files_numbers(name: str, shards: int, tmp_path:
         assert torch.equal(parameter, wide.get_parameter(key)), key
 
 
+PROMISED = ("awq of 32", "gptq of whole rows")  # between them all layouts of 4 bits; to try a promise takes seconds
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_a_gpu_keeps_four_bits(name: str, tmp_path: Path) -> None:
     settings, _, kinds = KEPT[name]
@@ -99,6 +102,8 @@ def test_a_gpu_keeps_four_bits(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(model(input_ids=ids).logits, wide(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
     report = make_invariant(model)
     assert not report.left_alone
+    if name not in PROMISED:
+        return
     found = numerics_of(make_runner(replace(wrap_model(model), invariance=report)))
     assert found.is_exact, found.why_not
 
