@@ -69,11 +69,12 @@ def test_a_stream_goes_on_elsewhere_when_its_worker_loses_a_rank(folder, tmp_pat
             whole = client.generate(request)
             list(whole)
         with NeapClient(f"ipv4:{address},{elsewhere}", has_affinity=False) as client:
-            # Calls are shared in turn, so half of them begin at the first worker. So many do not end before it does.
-            streams = [client.generate(request) for _ in range(6)]
-            for stream in streams[:2]:
-                next(stream)
-                next(stream)
+            # Calls are shared in turn. One may be in its midst, and two of the last wait for a rank that stands still.
+            streams = [client.generate(request) for _ in range(2)]
+            next(streams[0])
+            os.kill(other.pid, signal.SIGSTOP)
+            streams += [client.generate(request) for _ in range(4)]
+            time.sleep(0.2)
             began_s = time.monotonic()
             os.kill(other.pid, signal.SIGKILL)
             assert process.wait(60) == 1
