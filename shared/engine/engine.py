@@ -79,7 +79,8 @@ class Engine:
             Tests pass one that they can move. tries_promise: whether what `exact` promises is tried at the start, which
             takes a few passes. Without it there are no `promise` and no `numerics`.
 
-    `statistics` holds the engine's counts. Any thread may read them.
+    `statistics` holds the engine's counts, and `ladders` the ladders that are bound to the model. Any thread may read
+    their figures.
 
     `numerics` says whether `exact` promises the tokens of `full` for this model here, and names the bits that it gives.
     The log says the first when the engine starts.
@@ -155,10 +156,10 @@ class Engine:
             self.statistics = self._decoder.statistics
             if ladder_bytes is None:
                 ladder_bytes = default_ladder_bytes(loaded.device, kv_budget_bytes)
-            self._ladders = LadderCache(runner, ladder_bytes, cost_meter)
+            self.ladders = LadderCache(runner, ladder_bytes, cost_meter)
             self._loop = EngineLoop(
                 self._decoder,
-                self._ladders,
+                self.ladders,
                 Scheduler(SchedulerLimits(max_running, max_queue, max_queue_tokens, kv_tokens)),
                 ladder=self._ladder,
                 claim=claim,
@@ -211,21 +212,16 @@ class Engine:
         """Contexts in the table that learns from answers. 0 without one."""
         return self._decoder.learned.num_entries if self._decoder.learned else 0
 
-    @property
-    def ladders(self) -> LadderCache:
-        """Those that are bound to the model. Any thread may read its figures."""
-        return self._ladders
-
     def has_bound(self, ladder: Ladder) -> bool:
-        return self._ladders.has(ladder)
+        return self.ladders.has(ladder)
 
     def has_room_for(self, num_ladders: int) -> bool:
         """Whether so many ladders as large as the largest so far could be bound beside the others."""
-        return self._ladders.has_room_for(num_ladders)
+        return self.ladders.has_room_for(num_ladders)
 
     def keep_bound(self, ladder: Ladder) -> None:
         """This one of all bound ladders is dropped last."""
-        self._ladders.kept = ladder
+        self.ladders.kept = ladder
 
     def proposer_names(self, ladder: Ladder | None = None) -> tuple[str, ...]:
         """What drafts for every request of the policy exact that has `ladder`, or none."""
@@ -301,7 +297,7 @@ class Engine:
         ladder.check_model(self.loaded)
         self._wait_until_ready()
         assert self._loop.costs is not None
-        self._run_between_steps(self._ladders.prepare(ladder, self._loop.costs))
+        self._run_between_steps(self.ladders.prepare(ladder, self._loop.costs))
 
     def measure_costs(self) -> None:
         """Measures the costs of passes between the steps of running requests, if the engine has begun with an estimate

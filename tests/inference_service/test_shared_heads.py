@@ -80,4 +80,4 @@ async def test_what_memory_has_no_room_for_leaves_and_comes_again(registry, load
 
 
 def engine_of_three(engine: Engine, num_bytes: int) -> None:
-    engine._ladders.max_bytes = num_bytes
+    engine.ladders.max_bytes = num_bytes

@@ -130,6 +130,7 @@ class CheckpointFiles:
         self.matrices = matrices or PackedMatrices()
         self.dequantised: dict[str, str] = {}
         self._files: dict[Path, StableFile] = {}
+        self._entries: dict[Path, dict[str, TensorEntry]] = {}
         self._stays_open = False
 
     def stay_open(self) -> None:
@@ -142,6 +143,12 @@ class CheckpointFiles:
         if path not in self._files:
             self._files[path] = StableFile(path)
         return self._files[path]
+
+    def entries(self, path: Path) -> dict[str, TensorEntry]:
+        """`read_entries` of a .safetensors file, read once: each of a folder's files asks for those of all."""
+        if path not in self._entries:
+            self._entries[path] = read_entries(self.open(path))
+        return self._entries[path]
 
     def __enter__(self) -> "CheckpointFiles":
         return self
@@ -203,20 +210,18 @@ class SafetensorsReader:
     ) -> None:
         self._checkpoint, self._lazy = checkpoint, lazy
         self._file = checkpoint.open(path)
-        self.entries = read_entries(self._file)
+        self.entries = dict(checkpoint.entries(Path(path)))
         self._scheme, self._places = scheme, dict[str, dict[str, Place]]()
         if scheme is not None:
             self._gather(Path(path), scheme)
 
     def _gather(self, path: Path, scheme: Scheme) -> None:
         """Puts quantised matrices in the place of their tensors."""
-        files = [path, *(other for other in sorted(path.parent.glob("*.safetensors")) if other != path)]
-        found = ((self._checkpoint.open(each), each) for each in files)
         places: dict[str, Place] = {}
-        for file, each in found:
-            for name, entry in (self.entries if each == path else read_entries(file)).items():
+        for each in [path, *sorted(path.parent.glob("*.safetensors"))]:
+            for name, entry in self._checkpoint.entries(each).items():
                 if name.endswith(PARTS):
-                    places.setdefault(name, Place(file, entry.offset, entry.shape, entry.dtype))
+                    places.setdefault(name, Place(self._checkpoint.open(each), entry.offset, entry.shape, entry.dtype))
         for name in [name for name in self.entries if name.endswith(PARTS)]:
             prefix, _, part = name.rpartition(".")
             entry = self.entries.pop(name)
