@@ -55,7 +55,9 @@ async def serve(settings: CalibratorSettings) -> int:
     metrics.registry.register(SecurityCollector(security))
     verifier = verifier_of(settings.require_signatures)
     registry = open_registry(settings.registry)
-    judge = Judge(registry, tuple(settings.sources), metrics=metrics) if settings.judge != "off" else None
+    judge: Judge | None = None
+    if settings.judge != "off":
+        judge = Judge(registry, tuple(settings.sources), metrics=metrics, first_share=settings.judge_first_share)
     try:
         supervisor = Supervisor(
             JobFolder(settings.data_dir / "calibrator"),

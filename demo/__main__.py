@@ -23,9 +23,13 @@ from shared.registry.factory import open_registry
 
 # Seconds of each of the two calibrations.
 BUDGET_S = 45
+# Seconds of the trial of what was learned from requests.
+TRIAL_S = 60.0
 START_TIMEOUT_S = 600.0
 # `neap up` waits for 20,000 tokens, and for half an hour between two calibrations, unless it is told otherwise.
 LEARN_TOKENS = 2000
+# A trial begins with 5 % of the requests, and workers report every ten seconds, unless they are told otherwise.
+FIRST_SHARE, REPORT_S = 0.5, 1.0
 
 
 @exit_on_error
@@ -45,12 +49,16 @@ def demo(
     budget: Annotated[
         int, typer.Option("--budget", min=1, help="Time limit of each of the two calibrations in seconds.")
     ] = BUDGET_S,
+    trial: Annotated[
+        float, typer.Option("--trial", min=0, help="Seconds for which the trial of the second router is waited for.")
+    ] = TRIAL_S,
     gateway: Annotated[
         str, typer.Option("--gateway", metavar="HOST:PORT", help="Where clients of OpenAI's API connect meanwhile.")
     ] = "127.0.0.1:0",
 ) -> None:
     """Run `neap up` on a small model and send it requests, each at full depth and with drafts. It begins without a
-    router, learns one from the model's own text, and then from requests of one kind, by itself."""
+    router, learns one from the model's own text, and then from requests of one kind, by itself. What it has learned
+    from requests is on trial until it is found to be faster."""
     began_s = time.time()
     step(f"model (everything is kept in {data_dir.absolute()})")
     data_dir.mkdir(parents=True, exist_ok=True)
@@ -64,6 +72,9 @@ def demo(
         "NEAP_LEARN_TOKENS": str(LEARN_TOKENS),
         "NEAP_LEARN_INTERVAL_S": "0",
         "NEAP_LEARN_BUDGET_S": str(budget),
+        "NEAP_JUDGE": "publications",
+        "NEAP_JUDGE_FIRST_SHARE": str(FIRST_SHARE),
+        "NEAP_REPORT_INTERVAL_S": str(REPORT_S),
     }
     flags = ["--model", f"{model_id}={source}", "--data-dir", str(folder), "--budget", str(budget)]
     flags += ["--gateway", gateway, "--worker", "127.0.0.1:0", "--calibrator", "127.0.0.1:0"]
@@ -80,13 +91,13 @@ def demo(
         story = Story(system, worker, calibrator, model_id, max_tokens)
         story.day_0()
         story.first_router(budget)
-        story.one_kind(budget)
+        story.one_kind(budget, trial)
         step("result")
         out.print(kind_table(story.of_kind))
         with closing(open_registry(str(folder / "registry"))) as registry:
             changes = registry.alias_history(model_id, LATEST)[::-1]
         title, pairs = f"{model_id}: {len(story.pairs)} prompts, each at full depth and with drafts", story.pairs
-        drawn = draw(folder / "demo.svg", title, lines_of(pairs), changes, began_s, words_beside(pairs))
+        drawn = draw(folder / "demo.svg", title, lines_of(pairs, story.on_trial), changes, began_s, words_beside(pairs))
         say(f"picture: {drawn}")
         step("ending all of it")
     if different := sum(not pair.is_same for pair in story.pairs):

@@ -21,6 +21,7 @@ from neap_engine.cli.generate import NO_CHAT_TEMPLATE, PLAIN_TEXT_NOTE, DepthVie
 from neap_engine.cli.job_progress import problem_text
 from neap_engine.cli.learned_view import learned_lines
 from neap_engine.cli.learning_picture import Line, router_name
+from neap_engine.cli.up import LATEST
 from shared.errors import NeapError, Unavailable
 from shared.registry.contents import failed_checks
 
@@ -31,7 +32,7 @@ LATE_S = 240.0
 PAUSE_S = 5.0
 ROUNDS = 2
 POLICIES: tuple[Policy, Policy] = ("full", "exact")
-EXACT = "exact"
+EXACT: Policy = "exact"
 FAILED = (calibration_pb2.STATE_FAILED, calibration_pb2.STATE_CANCELLED, calibration_pb2.STATE_WAITING)
 
 
@@ -41,7 +42,8 @@ class Checked(Protocol):
 
 
 class Story:
-    """What the demo asks and shows. `pairs`: all answers; `of_kind`: those to MEASURED."""
+    """What the demo asks and shows. `pairs`: all answers; `of_kind`: those to MEASURED; `on_trial`: those by `exact`
+    alone, while a version was on trial."""
 
     def __init__(
         self, system: Checked, worker: NeapClient, calibrator: NeapClient, model_id: str, max_tokens: int
@@ -52,6 +54,7 @@ class Story:
         self._is_chat = True
         self.pairs: list[Pair] = []
         self.of_kind: list[Pair] = []
+        self.on_trial: list[Measured] = []
 
     def day_0(self) -> None:
         """Look-up alone. Answers have colours for what was drafted."""
@@ -74,8 +77,8 @@ class Story:
         version = self._wait_for_router(0, budget_s)
         self._show_learned(version)
 
-    def one_kind(self, budget_s: int) -> None:
-        """What comes of requests of one kind, without anybody's doing."""
+    def one_kind(self, budget_s: int, trial_s: float) -> None:
+        """What comes of requests of one kind, without anybody's doing. The trial is waited for so long."""
         before = self.of_kind[-1].exact.version
         step(f"3. {len(LEARNED)} requests of one kind come in: the facts of a passage as JSON")
         for prompt in MEASURED:
@@ -87,6 +90,7 @@ class Story:
         say(f"exact over full: {median_speed_up(kept):.2f}x; {num_tokens:,} tokens are kept. The rest is unattended")
         version = self._wait_for_router(before, budget_s)
         self._show_learned(version)
+        self._until_judged(trial_s)
         say(f"{len(MEASURED)} other requests of the kind, which are never learned from, {ROUNDS} times")
         for prompt in MEASURED * ROUNDS:
             self._compare_measured(prompt)
@@ -106,6 +110,20 @@ class Story:
                 time.sleep(0.2)
         self._system.check()
         return version
+
+    def _until_judged(self, trial_s: float) -> None:
+        """Sends requests, of which a part is answered with the version on trial, until the judge has decided."""
+        say("it is on trial: the judge gives it a share of the requests, and compares it with the version before")
+        deadline_s = time.monotonic() + trial_s
+        while (change := self._calibrator.alias_history(self._model_id, LATEST)[0]).HasField("canary"):
+            if time.monotonic() > deadline_s:
+                (judged,) = self._calibrator.get_judged(self._model_id).aliases
+                say(f"undecided after {len(self.on_trial)} requests; the trial goes on: {judged.figures}")
+                return
+            for prompt in MEASURED:
+                self._system.check()
+                self.on_trial.append(self._ask(prompt, EXACT))
+        say(f"after {len(self.on_trial)} requests: {change.reason}")
 
     def _check_jobs(self) -> None:
         """Raises Unavailable (CALIBRATION_FAILED) if one has failed, or if no alias may name what it made."""
@@ -141,19 +159,23 @@ class Story:
         self._system.check()
         found = {}
         for policy in POLICIES if len(self.pairs) % 2 else reversed(POLICIES):
-            request = generate_request(
-                self._model_id,
-                prompt,
-                raw=not self._is_chat,
-                policy=policy,
-                max_tokens=self._max_tokens,
-                temperature=0.0,
-                learn=None if is_kept and policy == EXACT else "never",
-            )
-            found[policy] = ask(self._worker, request, view.show if view and policy == EXACT else lambda event: None)
+            is_exact = policy == EXACT
+            found[policy] = self._ask(prompt, policy, view if is_exact else None, is_kept=is_kept and is_exact)
         pair = Pair(*map(found.__getitem__, POLICIES))
         self.pairs.append(pair)
         return pair
+
+    def _ask(self, prompt: str, policy: Policy, view: DepthView | None = None, *, is_kept: bool = False) -> Measured:
+        request = generate_request(
+            self._model_id,
+            prompt,
+            raw=not self._is_chat,
+            policy=policy,
+            max_tokens=self._max_tokens,
+            temperature=0.0,
+            learn=None if is_kept else "never",
+        )
+        return ask(self._worker, request, view.show if view else lambda event: None)
 
     def _has_chat_template(self) -> bool:
         """Prints a note if the model has none, as a base model may."""
@@ -182,12 +204,13 @@ def kind_table(pairs: Sequence[Pair]) -> Table:
     return table
 
 
-def lines_of(pairs: Sequence[Pair]) -> list[Line]:
+def lines_of(pairs: Sequence[Pair], on_trial: Sequence[Measured] = ()) -> list[Line]:
     """For the picture: speeds at full depth, and of each router."""
     timed = [pair for pair in pairs if pair.has_speed]
     lines = [Line("full", COLOURS["full"], _points(pair.full for pair in timed))]
-    for version in dict.fromkeys(pair.exact.version for pair in timed):
-        own = (pair.exact for pair in timed if pair.exact.version == version)
+    answers = [*(pair.exact for pair in timed), *(answer for answer in on_trial if answer.has_speed)]
+    for version in dict.fromkeys(answer.version for answer in answers):
+        own = sorted((each for each in answers if each.version == version), key=lambda each: each.ended_s)
         lines.append(Line(EXACT, COLOURS[EXACT], _points(own)))
     return lines
 

@@ -48,6 +48,13 @@ class CalibratorSettings(ServiceSettings):
         "publish: an alias that exists is not moved, but gets the version as a canary, which is promoted once it is "
         "found to be faster. One of several services of a registry judges.",
     )
+    judge_first_share: float = Field(
+        default=0.05,
+        ge=0.001,
+        le=0.5,
+        description="With --judge: the share of requests that a version on trial begins with. It is compared in eight "
+        "answers of it, so where few requests come a larger one decides sooner.",
+    )
     max_queued_jobs: int = Field(
         default=16, ge=1, description="Most jobs that wait to be run. Further jobs are refused."
     )

@@ -65,9 +65,16 @@ class Judge:
     judged from the start; others are once a worker reports them, if the registry has them."""
 
     def __init__(
-        self, registry: Registry, models: Sequence[str], *, metrics: CalibratorMetrics, step_s: float = STEP_S
+        self,
+        registry: Registry,
+        models: Sequence[str],
+        *,
+        metrics: CalibratorMetrics,
+        first_share: float = SHARES[0] / 1000,
+        step_s: float = STEP_S,
     ) -> None:
         self._registry, self._metrics, self._step_s = registry, metrics, step_s
+        self._first_share = round(1000 * first_share)
         self._models = set(models)
         self._lease = registry.lease(ACTOR)
         self._orders = Orders(registry)
@@ -131,7 +138,7 @@ class Judge:
         return self._registry.set_canary(
             model_id,
             alias,
-            Canary(version, SHARES[0]),
+            Canary(version, self._first_share),
             actor=ACTOR,
             reason=f"trial begins: {why}"[:MAX_REASON_CHARACTERS],
         )

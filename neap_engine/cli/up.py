@@ -25,6 +25,7 @@ from neap_engine.cli.learned_view import learned_lines
 from neap_engine.cli.live_line import Comparison, View
 from neap_engine.cli.processes import ServiceProcess, interrupt_on_signals
 from neap_engine.cli.routers import describe_change
+from shared.calibrator_settings import CalibratorSettings
 from shared.config import make_settings
 from shared.errors import NeapError, NotFound
 from shared.pool_names import DEFAULT_POOL
@@ -90,6 +91,9 @@ def up(
     model_id, source = named_source(model)
     check_free({"--worker": worker, "--gateway": gateway, "--calibrator": calibrator})
     settings = make_settings(WorkerSettings, data_dir=data_dir)
+    is_judged = make_settings(CalibratorSettings, data_dir=data_dir).judge != "off"
+    if is_judged and calibrator.endswith(":0"):
+        calibrator = f"{calibrator[:-1]}{free_port()}"  # the worker, which starts first, reports there
     folder = settings.data_dir.absolute()
     shared_flags, logs = ["--model", f"{model_id}={source}", "--data-dir", str(folder)], folder / "logs"
     metrics = f"127.0.0.1:{free_port()}"
@@ -103,6 +107,7 @@ def up(
 
         flags = [*shared_flags, "--metrics-listen", metrics, *share_flags(settings)]
         flags += ["--learn", f"{DEFAULT_POOL}=1"] if learn else []
+        flags += ["--report-to", calibrator] if is_judged and not settings.report_to else []
         processes = [started("worker", "inference_service", worker, *flags)]
         with out.status("loading the model"):
             serving = processes[0].wait_serving(START_TIMEOUT_S)

@@ -104,12 +104,13 @@ class Demo(subprocess.Popen[str]):
 @pytest.mark.timeout(900)
 def test_the_whole_story_twice(model_folder: Path, tmp_path: Path):
     for _ in range(2):
-        with Demo(model_folder, tmp_path, "--budget", "10") as demo:
+        with Demo(model_folder, tmp_path, "--budget", "10", "--trial", "15") as demo:
             said = demo.end()
         assert demo.returncode == 0, said
         for text in (
             "router 1 was learned",
             "router 2 learned from",
+            "comparisons with 1",
             "answers of exact were those",
         ):
             assert text in said

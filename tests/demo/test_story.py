@@ -1,14 +1,16 @@
 """What the demo asks, of a scripted worker whose router comes as the story says."""
 
+from collections import Counter
 from itertools import groupby
 
 import pytest
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.inference.v1.inference_pb2 import LEARN_NEVER
+from neap_client.router.v1.router_pb2 import Canary
 
 from demo import story as module
 from demo.requests import LEARNED, MEASURED, PROMPTS
-from demo.story import Story, kind_table
+from demo.story import Story, kind_table, lines_of
 from neap_engine.cli.connection import connect
 from neap_engine.cli.console import out
 from shared.errors import Unavailable
@@ -42,7 +44,9 @@ def story(service, checks, monkeypatch):
     def answer(request):
         asked = service.inference.requests
         kept = kept_of(asked)
-        service.inference.router_version = 2 if len(kept) == len(LEARNED) and len(asked) > 90 else len(asked) > 24
+        is_tried = len(kept) == len(LEARNED) and len(asked) > 90
+        service.inference.router_version = 2 if is_tried else len(asked) > 24
+        service.routers.canary = Canary(version=2, share_per_mille=500) if is_tried and len(asked) <= 110 else None
 
     service.inference.on_generate = answer
     with connect(service.address) as client:
@@ -60,18 +64,19 @@ def text_of(request) -> str:
 def test_it_learns_from_requests_of_one_kind_and_measures_others(service, story, capsys):
     story.day_0()
     story.first_router(1)
-    story.one_kind(1)
+    story.one_kind(1, 60.0)
     asked = service.inference.requests
     kept = kept_of(asked)
     assert [text_of(each) for each in kept] == list(LEARNED)
     assert {each.depth.WhichOneof("policy") for each in kept} == {"exact"}
     assert {each.sampling.temperature for each in asked} == {0.0}
-    # Every prompt was answered under both policies.
+    # Every prompt was answered under both policies, but by `exact` alone while a version was on trial.
     sides = [
         sorted(each.depth.WhichOneof("policy") for each in pair) for pair in zip(asked[1::2], asked[2::2], strict=True)
     ]
-    assert set(map(tuple, sides)) == {("exact", "full")}
-    assert len(story.pairs) == (len(asked) - 3) / 2  # what came first is not counted
+    tried = len(story.on_trial)
+    assert Counter(map(tuple, sides)) == {("exact", "full"): len(story.pairs) + 1, ("exact", "exact"): tried / 2}
+    assert tried > 0
     versions = [version for version, _ in groupby(pair.exact.version for pair in story.of_kind)]
     assert versions == [0, 1, 2]
     assert len(story.of_kind[-2 * len(MEASURED) :]) == sum(pair.exact.version == 2 for pair in story.of_kind) - 1
@@ -79,6 +84,18 @@ def test_it_learns_from_requests_of_one_kind_and_measures_others(service, story,
     said = capsys.readouterr().out
     assert "prompt-lookup (0/30) 4" in said
     assert "router 2 guessed right" in said
+    assert f"after {tried} requests: better" in said
+    full, *lines = lines_of(story.pairs, story.on_trial)
+    assert sum(len(line.points) for line in lines) == len(full.points) + sum(each.has_speed for each in story.on_trial)
+
+
+def test_a_trial_is_waited_for_so_long(service, story, capsys):
+    service.routers.canary = Canary(version=2, share_per_mille=500)
+    story.day_0()
+    story.first_router(1)
+    story.one_kind(1, 0.0)
+    assert story.on_trial == []
+    assert "undecided after 0 requests; the trial goes on: 1.2x as fast" in capsys.readouterr().out
 
 
 def test_a_model_without_a_chat_template_is_given_plain_text(service, story, capsys):

@@ -200,6 +200,11 @@ def test_a_forbidden_version_is_not_tried(start, registry, clock):
     assert judge.begin(MODEL, STABLE, 2, "").canary == Canary(2, 50)
 
 
+def test_the_first_share_is_what_the_settings_say(registry, clock):
+    judge = Judge(registry, [MODEL], metrics=CalibratorMetrics(), first_share=0.333)
+    assert judge.begin(MODEL, STABLE, 2, "").canary == Canary(2, 333)
+
+
 def test_trials_that_cannot_begin(start, registry):
     judge, _ = start()
     with pytest.raises(NotFound):
