@@ -29,6 +29,7 @@ from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.writer import Pace, WriteRequest, write_all
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from shared.ladder.ladder import Ladder
+from shared.ladder.proposers import exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from shared.model.runner import captured_depths
@@ -65,10 +66,11 @@ def print_table(
             continue
         vocabulary = DraftVocabulary.of(loaded, ladder.draft_vocabulary)
         with torch.inference_mode():
-            found = chain_agreement(ladder, chunks, sequences, vocabulary)
+            heads = {layer_exit.depth: layer_exit.head for layer_exit in ladder.exits}
+            found = chain_agreement(ladder, heads, chunks, sequences, vocabulary)
         keys = [f"agreement_{place}" for place in (*PLACES, "1_beside_tables")]
-        for proposer, own in found.items():
-            row(name, proposer, own["positions"], *(f"{own[key]:.3f}" for key in keys))
+        for depth, own in found.items():
+            row(name, exit_name(depth), own["positions"], *(f"{own[key]:.3f}" for key in keys))
 
 
 def _answers(loaded: LoadedModel, options: argparse.Namespace) -> list[TokenSequence]:

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from bench.answers import EngineAnswer, answer_all
 from bench.imposed import SHAPES, Imposed, impose
@@ -35,11 +36,18 @@ MAX_TOKENS = 192
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all matrices that a pass reads, as they are packed."""
-    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    stored = [(weight, lazy(weight)) for weight in matrices]
-    return sum(weight.nbytes if own is None else sum(packed.nbytes for packed in own.memory) for weight, own in stored)
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of all matrices that a pass over one token reads, as they are packed; of experts those of its share."""
+    found = 0.0
+    for module in model.modules():
+        for weight in () if isinstance(module, nn.Embedding) else module._parameters.values():
+            if weight is None or weight.dim() < 2:
+                continue
+            own = lazy(weight)
+            num_bytes = weight.nbytes if own is None else sum(packed.nbytes for packed in own.memory)
+            is_of_experts = weight.dim() == 3
+            found += num_bytes * (model.config.num_experts_per_tok / len(weight) if is_of_experts else 1)
+    return int(found)
 
 
 def copy_bytes_per_s(device: str, rounds: int = 9) -> float:

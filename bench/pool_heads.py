@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ from bench.calibration import compare
 from bench.options import add_dtypes, load, make_parser, parsed
 from bench.prompts import BenchPrompt, encode_turns, read_texts
 from bench.table import head, row
+from calibrator_service.calibration import pipeline
 from calibrator_service.calibration.pipeline import CalibrationResult
-from calibrator_service.calibration.spec import CalibrationSpec, ServedTraffic
+from calibrator_service.calibration.spec import CalibrationSpec, Progress, ServedTraffic
 from calibrator_service.calibration.statistics import Parent, Statistics
 from shared.engine.engine import Engine
 from shared.ladder.artefact import pack_ladder
@@ -79,17 +81,28 @@ def answers(loaded: LoadedModel, texts: Sequence[str], max_tokens: int) -> str:
 
 
 def versions(loaded: LoadedModel, options: argparse.Namespace, first: Ladder, traffic: Path) -> dict[str, Ladder]:
-    """By the name of what they have as heads. Prints what each took to learn and how often its exit agrees."""
+    """By the name of what they have as heads. Prints what each took to learn and how often its exit agrees, and by
+    what its heads were compared with the parent's (`pipeline.tokens_per_pass`)."""
     parent = neap_engine.read_parent(options.router)
-    head("heads", "seconds", "of the router", "statistics", "first draft agrees", "left out")
+    head(
+        "heads",
+        "seconds",
+        "of the router",
+        "statistics",
+        "first draft agrees",
+        "tokens a pass, its own and parent's",
+        "left out",
+    )
 
-    def learned(name: str, given: Parent, pool: str) -> CalibrationResult:
-        spec = CalibrationSpec(loaded.model_id, ServedTraffic(pool, str(traffic)), time_budget_s=options.budget)
+    def learned(name: str, given: Parent) -> CalibrationResult:
+        spec = CalibrationSpec(loaded.model_id, ServedTraffic("bench", str(traffic)), time_budget_s=options.budget)
         with tempfile.TemporaryDirectory() as work:
+            told: list[Progress] = []
             began_s = time.monotonic()
-            result = neap_engine.calibrate(loaded, spec, parent=given, work_dir=Path(work))
+            result = neap_engine.calibrate(loaded, spec, parent=given, work_dir=Path(work), progress=told.append)
             seconds = time.monotonic() - began_s
         _, blobs = result.pack()
+        compared = told[-1].figures
         figures = result.report["proposers"].get("depth-0", {})
         size, sums = (len(blobs.get(blob, b"")) for blob in (LADDER_BLOB, STATISTICS_BLOB))
         row(
@@ -98,23 +111,26 @@ def versions(loaded: LoadedModel, options: argparse.Namespace, first: Ladder, tr
             f"{size / 1e6:.2f} MB",
             f"{sums / 1e6:.1f} MB",
             f"{figures.get('agreement_1', 0):.3f} of {figures.get('positions', 0)}",
+            ", ".join(f"{compared.get(f'heads.{of}.tokens_per_pass', 0):.2f}" for of in ("own", "parents")),
             ", ".join(result.report["left_out"]) or "nothing",
         )
         return result
 
-    own = learned("its own", parent, "default")
+    assert first.draft_vocabulary is not None
+    blob = pack_ladder(first, {})[1][LADDER_BLOB]
+    vocabulary = first.draft_vocabulary
+    given: dict[str, Mapping[int, ExitHead]] = {"the parent's": {one.depth: one.head for one in first.exits}}
+    with patch.object(pipeline, "LEAST_GAIN", 0.0):
+        own = learned("its own", replace(parent, heads=Heads(given["the parent's"], vocabulary), heads_blob=blob))
     found = {"its own": own.ladder}
     assert own.statistics is not None
-    assert first.draft_vocabulary is not None
-    given: dict[str, Mapping[int, ExitHead]] = {"the parent's": {one.depth: one.head for one in first.exits}}
     for rank in options.ranks:
         given[f"the parent's, corrected with rank {rank}"] = corrected(first, own.ladder, own.statistics, rank)
     for name, heads in given.items():
-        blob = pack_ladder(first, {})[1][LADDER_BLOB]
         # Without sums there are no own heads to compare with.
         sums = replace(parent.statistics, moments={})
-        given_parent = replace(parent, statistics=sums, heads=Heads(heads, first.draft_vocabulary), heads_blob=blob)
-        found[name] = learned(name, given_parent, "bench").ladder
+        given_parent = replace(parent, statistics=sums, heads=Heads(heads, vocabulary), heads_blob=blob)
+        found[name] = learned(name, given_parent).ladder
     return found
 
 

@@ -27,10 +27,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from bench.answers import answer_all
+from bench.gpu import weight_bytes
 from bench.machine import described
 from bench.options import add_dtypes, each_model, load, make_parser
 from bench.prompts import DEFAULT_FILE, first_turns
+from bench.stopwatch import medians_s
 from bench.table import head, row
 from shared import ops
 from shared.engine import step as step_module
@@ -155,6 +159,15 @@ def cells(samples: Sequence[Sample]) -> list[str]:
     return found
 
 
+def against_reading(loaded: LoadedModel, step_s: float) -> str:
+    """A step of one token beside all threads reading as many bytes as its matrices have, the median of nine times."""
+    num_bytes = weight_bytes(loaded.model)
+    read = torch.ones(num_bytes // 4)
+    reading_s = medians_s({"": read.sum}, 9)[""]
+    share = reading_s / step_s
+    return f"reading {num_bytes / 1e6:.0f} MB takes {1e3 * reading_s:.1f} ms: {share:.2f} of a step of one token"
+
+
 def main() -> None:
     parser = make_parser(__doc__, many=True)
     add_dtypes(parser)
@@ -167,12 +180,17 @@ def main() -> None:
         head("tokens", "step", *TITLES)
         loaded = load(options)
         ladder = read_ladder(options.router) if options.router else None
+        told = ""
         for count in options.tokens:
             if ladder is None:
                 prompts = prompts_of(loaded, count, options.context)
             else:
                 prompts = first_turns(loaded, DEFAULT_FILE, 0)[:count]
-            row(count, *cells(measure(loaded, prompts, options.steps, ladder)))
+            samples = measure(loaded, prompts, options.steps, ladder)
+            row(count, *cells(samples))
+            if count == 1 and ladder is None:
+                told = against_reading(loaded, statistics.median(sum(each.values()) for each in samples))
+        print(told)
         del loaded
         gc.collect()  # models hold cycles, and the next one needs the memory
 

@@ -26,6 +26,7 @@ from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.moments import Moments
 from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.closed_form import solve_head
+from calibrator_service.calibration.training.confidence import exit_samples
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary
 from shared.errors import Cancelled
 from shared.model.contiguous_runner import ContiguousRunner
@@ -43,8 +44,9 @@ class Learned:
 
     def agreement(self, sums: Moments) -> float:
         """Of a head that is solved from these sums, on this text."""
-        heads = {0: solve_head(sums, self.run.plan.mlp_width)}
-        return pipeline.agreement_of(self.run, self.material, self.vocabulary, heads)
+        solved, chunks = solve_head(sums, self.run.plan.mlp_width), self.material.chunks["confidence"]
+        samples = exit_samples(0, solved, chunks, self.vocabulary, self.run.loaded.num_layers, "agreement")
+        return float(samples.label.float().mean())
 
 
 def learned(loaded: LoadedModel, source: neap_engine.TextFile, num_tokens: int, folder: Path) -> Learned:

@@ -9,11 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import structlog
-import torch
 
 from calibrator_service.calibration.plan import resolve
 from calibrator_service.calibration.ranks import Ranks
-from calibrator_service.calibration.report.held_out import held_out_report, joint_figures
+from calibrator_service.calibration.report.held_out import chain_agreement, held_out_report, joint_figures
 from calibrator_service.calibration.report.relaxed import relaxed_figures
 from calibrator_service.calibration.report.speed import speed_figures
 from calibrator_service.calibration.report.worth import without_unpaid
@@ -32,10 +31,11 @@ from calibrator_service.calibration.text.stream import (
 )
 from calibrator_service.calibration.text.writer import Writer
 from calibrator_service.calibration.training.closed_form import seconds_to_solve, share_to_solve
-from calibrator_service.calibration.training.confidence import exit_samples, fit_ladder
+from calibrator_service.calibration.training.confidence import fit_ladder
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
 from calibrator_service.calibration.training.joint import fit_joint, joint_positions
+from calibrator_service.calibration.training.tables import fit_tables
 from shared.digests import digest_of
 from shared.errors import InvalidInput
 from shared.ladder.artefact import pack_ladder
@@ -48,9 +48,12 @@ from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 from shared.termination import unwinding_on_sigterm
 
-# A pool gets heads of its own where these agree with the model on so much more of what they have not seen, and those of
-# its parent elsewhere.
-LEAST_GAIN = 0.15
+# A pool gets heads of its own where these give so many times the tokens a pass (`tokens_per_pass`), and its parent's
+# elsewhere.
+LEAST_GAIN = 1.15
+
+# Draft vocabulary, and heads by depth.
+MadeHeads = tuple[DraftVocabulary, dict[int, ExitHead]]
 
 log = structlog.get_logger("neap.calibration")
 
@@ -196,14 +199,16 @@ def run_phases(
             return None
         run.ranks = Ranks()
     with run.phase("training_heads"):
-        vocabulary, heads, heads_blob = made_heads(run, runner, material, parent)
-        if heads_blob is not None:
-            statistics = replace(statistics, moments={})
+        own = made_heads(run, runner, material, parent)
     if not run.ranks.is_first:
         return None
 
     with run.phase("training_confidence"):
-        ladder = fit_ladder(run, material, vocabulary, heads)
+        tables = fit_tables(run, material)
+        (vocabulary, heads), heads_blob = chosen_heads(run, material, tables, own, parent)
+        if heads_blob is not None:
+            statistics = replace(statistics, moments={})
+        ladder = fit_ladder(run, material, tables, vocabulary, heads)
 
     with run.phase("evaluating"):
         report = held_out_report(run, material, vocabulary, ladder)
@@ -227,32 +232,44 @@ def run_phases(
 
 def made_heads(
     run: CalibrationRun, runner: ContiguousRunner, material: TrainingData, parent: Parent | None
-) -> tuple[DraftVocabulary, dict[int, ExitHead], bytes | None]:
-    """Draft vocabulary and heads by depth. If they are the parent's, also the blob that has them: that is where heads
-    of its own agree with the model on hardly more of the confidence split, or cannot be solved."""
-    given = parent.heads if parent is not None else None
-    own: tuple[DraftVocabulary, dict[int, ExitHead]] | None = None
-    if run.plan.solves or given is None:
-        vocabulary = choose_draft_vocabulary(run, material)
-        own = vocabulary, fit_heads(run, runner, material, vocabulary)
-        if parent is None or given is None:
-            return *own, None
-    assert parent is not None
-    theirs = DraftVocabulary.of(run.loaded, given.vocabulary), dict(given.by_depth)
-    shares = [agreement_of(run, material, *each) for each in (own, theirs) if each is not None]
-    log.info("heads of its own, and the parent's, agree with the model", shares=shares)
-    if own is not None and shares[0] > shares[1] + LEAST_GAIN:
-        return *own, None
-    return *theirs, parent.heads_blob
+) -> MadeHeads | None:
+    """Heads of its own. None: they cannot be solved, and the parent gives its."""
+    if not run.plan.solves and parent is not None and parent.heads is not None:
+        return None
+    vocabulary = choose_draft_vocabulary(run, material)
+    return vocabulary, fit_heads(run, runner, material, vocabulary)
 
 
-def agreement_of(
-    run: CalibrationRun, material: TrainingData, vocabulary: DraftVocabulary, heads: Mapping[int, ExitHead]
+def chosen_heads(
+    run: CalibrationRun, material: TrainingData, tables: Ladder, own: MadeHeads | None, parent: Parent | None
+) -> tuple[MadeHeads, bytes | None]:
+    """The heads to publish. If they are the parent's, also the blob that has them: that is where its own give hardly
+    more tokens a pass on the confidence split, or there are none."""
+    if parent is None or parent.heads is None:
+        assert own is not None
+        return own, None
+    theirs = DraftVocabulary.of(run.loaded, parent.heads.vocabulary), dict(parent.heads.by_depth)
+    if own is not None:
+        figures = {
+            name: tokens_per_pass(material, tables, *heads) for name, heads in (("own", own), ("parents", theirs))
+        }
+        log.info("tokens a pass with heads of its own, and with the parent's", **figures)
+        run.figures |= {f"heads.{name}.tokens_per_pass": figure for name, figure in figures.items()}
+        if figures["own"] > LEAST_GAIN * figures["parents"]:
+            return own, None
+    return theirs, parent.heads_blob
+
+
+def tokens_per_pass(
+    material: TrainingData, tables: Ladder, vocabulary: DraftVocabulary, heads: Mapping[int, ExitHead]
 ) -> float:
-    """The number of positions of the confidence split, along chains and over all heads, on which the model agrees."""
-    chunks, layers = material.chunks["confidence"], run.loaded.num_layers
-    labels = [exit_samples(d, h, chunks, vocabulary, layers, "agreement").label for d, h in heads.items()]
-    return float(torch.cat(labels).float().mean())
+    """On the confidence split, if a token takes a pass unless the tables or the best head's first draft is right."""
+    chunks, sequences = material.chunks["confidence"], material.table_sequences["confidence"]
+    missed = [
+        figures["positions_beside_tables"] * (1 - figures["agreement_1_beside_tables"]) / max(figures["positions"], 1)
+        for figures in chain_agreement(tables, heads, chunks, sequences, vocabulary).values()
+    ]
+    return 1 / max(min(missed, default=1.0), 1e-3)
 
 
 def with_joint_weights(

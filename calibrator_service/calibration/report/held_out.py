@@ -5,7 +5,7 @@ of drafts, at each place and where the tables do not help; for the joint probabi
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,10 @@ from calibrator_service.calibration.training.draft_vocabulary import DraftVocabu
 from calibrator_service.calibration.training.joint import Position, table_positions
 from calibrator_service.calibration.training.tables import labelled_positions
 from shared.ladder.confidence import Confidence
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.joint_weights import JointWeights
 from shared.ladder.ladder import Ladder
-from shared.ladder.proposers import NGRAM_TABLE, PROMPT_LOOKUP
+from shared.ladder.proposers import NGRAM_TABLE, PROMPT_LOOKUP, exit_name
 
 log = structlog.get_logger("neap.calibration")
 
@@ -45,8 +46,9 @@ def held_out_report(
     proposers = table_figures(ladder, held_out)
     run.report("evaluating", 0.95)
     proposers |= exit_figures(ladder, material.chunks["report"], vocabulary, run.spec.label)
-    along_chains = chain_agreement(ladder, material.chunks["report"], held_out, vocabulary)
-    for name, figures in along_chains.items():
+    heads = {layer_exit.depth: layer_exit.head for layer_exit in ladder.exits}
+    for depth, figures in chain_agreement(ladder, heads, material.chunks["report"], held_out, vocabulary).items():
+        name = exit_name(depth)
         log.info("agreement along chains", proposer=name, **figures)
         proposers[name] |= figures
     for name, figure in proposers.items():
@@ -118,18 +120,22 @@ CHAINS_PER_PASS = 1024
 
 
 def chain_agreement(
-    ladder: Ladder, chunks: Sequence[StateChunk], sequences: Sequence[LabelledSequence], vocabulary: DraftVocabulary
-) -> dict[str, dict[str, float]]:
-    """By exit: "agreement_1" .. "agreement_4", the share of chains whose first .. fourth draft is the full model's
+    tables: Ladder,
+    heads: Mapping[int, ExitHead],
+    chunks: Sequence[StateChunk],
+    sequences: Sequence[LabelledSequence],
+    vocabulary: DraftVocabulary,
+) -> dict[int, dict[str, float]]:
+    """By depth: "agreement_1" .. "agreement_4", the share of chains whose first .. fourth draft is the full model's
     choice, and "agreement_1_beside_tables" .., the same where the tables' draft is wrong or missing. "positions" and
     "positions_beside_tables": the numbers of chains.
 
     Every position begins a chain of the sequence's own tokens. `sequences` are those of the chunks, in the same order,
     or the first of them. Choices outside the draft vocabulary count as missed.
     """
-    helped = torch.cat([_tables_are_right(ladder, sequence) for sequence in sequences])
-    figures: dict[str, dict[str, float]] = {}
-    for layer_exit in ladder.exits:
+    helped = torch.cat([_tables_are_right(tables, sequence) for sequence in sequences])
+    figures: dict[int, dict[str, float]] = {}
+    for depth, head in heads.items():
         # [2, NUM_PLACES]: of all chains, and of those that the tables do not help.
         right, counts = torch.zeros(2, NUM_PLACES), torch.zeros(2, NUM_PLACES)
         start = 0
@@ -139,9 +145,7 @@ def chain_agreement(
             beside = ~labelled[chunk.usable[: len(labelled)]]
             start += len(chunk.usable)
             for index in torch.arange(len(beside)).split(CHAINS_PER_PASS):
-                outputs = chain_outputs(
-                    layer_exit.depth, layer_exit.head, chunk, index, vocabulary, ladder.model.num_layers
-                )  # fmt: skip
+                outputs = chain_outputs(depth, head, chunk, index, vocabulary, tables.model.num_layers)
                 for place, output in enumerate(outputs):
                     positions = output.positions.cpu()
                     agrees = (output.logits.argmax(-1) == output.choices).cpu()
@@ -151,7 +155,7 @@ def chain_agreement(
                     right[:, place] += (counted & agrees[known]).sum(1)
                     counts[:, place] += counted.sum(1)
         overall, beside_tables = (right / counts.clamp(min=1)).tolist()
-        exit_figures = figures[layer_exit.name] = {
+        exit_figures = figures[depth] = {
             "positions": int(counts[0, 0]),
             "positions_beside_tables": int(counts[1, 0]),
         }

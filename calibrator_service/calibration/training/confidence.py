@@ -3,7 +3,7 @@ With them the ladder is complete."""
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,6 @@ from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.logistic import fit_logistic
-from calibrator_service.calibration.training.tables import fit_tables
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
 from shared.ladder.confidence_head import NUM_SCALARS, ConfidenceHead, scalar_features
@@ -40,14 +39,17 @@ PRIOR_SAMPLES = 10
 
 
 def fit_ladder(
-    run: CalibrationRun, material: TrainingData, vocabulary: DraftVocabulary, heads: dict[int, ExitHead]
+    run: CalibrationRun,
+    material: TrainingData,
+    tables: Ladder,
+    vocabulary: DraftVocabulary,
+    heads: Mapping[int, ExitHead],
 ) -> Ladder:
-    """The ladder of all proposers, with confidence heads trained on the confidence split.
+    """The ladder `tables` with exits that have these heads, with confidence heads trained on the confidence split.
     The agreement of its exits is not measured yet.
 
     Raises `Cancelled`.
     """
-    tables = fit_tables(run, material)
     exits = []
     for number, (depth, head) in enumerate(heads.items(), 1):
         samples = exit_samples(

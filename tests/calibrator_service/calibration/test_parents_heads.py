@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,20 +48,35 @@ def test_a_pool_whose_own_head_is_better_gets_it(counting, tmp_path, monkeypatch
     first = calibrate(counting, of_pool(traffic(tmp_path, 1, counting)))
     spec = of_pool(traffic(tmp_path, 2, counting))
     parent = parent_of(tmp_path, first, counting)
-    monkeypatch.setattr(pipeline, "LEAST_GAIN", -2.0)
+    monkeypatch.setattr(pipeline, "LEAST_GAIN", 0.0)
     own = calibrate(counting, spec, parent=parent)
     assert HEADS_BLOB not in own.pack()[1]
     assert own.statistics.moments.keys() == {0}
     assert not torch.equal(own.ladder.exits[0].head.fuse, parent.heads.by_depth[0].fuse)
     # A later one goes on from that head.
-    monkeypatch.setattr(pipeline, "LEAST_GAIN", 2.0)
+    monkeypatch.setattr(pipeline, "LEAST_GAIN", 1e9)
     child = calibrate(counting, of_pool(traffic(tmp_path, 3, counting)), parent=parent_of(tmp_path, own, counting))
     assert child.heads_blob == own.pack()[1][LADDER_BLOB]
     assert child.statistics.moments == {}
 
 
+def test_heads_are_compared_by_tokens_a_pass(monkeypatch):
+    """Of 100 tokens 60 are right by the tables; of the others the better head knows a quarter."""
+    found = {
+        depth: {"positions": 100, "positions_beside_tables": 40, "agreement_1_beside_tables": share}
+        for depth, share in ((0, 0.25), (3, 0.1))
+    }
+    monkeypatch.setattr(pipeline, "chain_agreement", lambda *given: found)
+    material = SimpleNamespace(chunks={"confidence": ()}, table_sequences={"confidence": ()})
+    assert pipeline.tokens_per_pass(material, None, None, {}) == pytest.approx(1 / 0.3)
+    found[3]["positions_beside_tables"] = 0
+    assert pipeline.tokens_per_pass(material, None, None, {}) == 1000.0  # a text that is repeated has no pass
+    found.clear()
+    assert pipeline.tokens_per_pass(material, None, None, {}) == 1.0
+
+
 def test_generations_of_a_pool_have_the_heads_of_the_first(counting, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "LEAST_GAIN", 2.0)
+    monkeypatch.setattr(pipeline, "LEAST_GAIN", 1e9)
     first = calibrate(
         counting,
         replace(of_pool(traffic(tmp_path, 1, counting)), source=ServedTraffic("default", str(tmp_path / "1.jsonl"))),

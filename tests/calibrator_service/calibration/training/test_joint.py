@@ -187,14 +187,15 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
     assert num_alike > 0.95 * sum(len(said) for said, _ in found)
 
     # The figures along chains put exits and tables of the same positions side by side, too.
-    figures = chain_agreement(ladder, collector.chunks("confidence"), labelled, vocabulary)
+    heads = {layer_exit.depth: layer_exit.head for layer_exit in ladder.exits}
+    figures = chain_agreement(ladder, heads, collector.chunks("confidence"), labelled, vocabulary)
     for layer_exit in ladder.exits:
         beside = [
             next(d for d in said if d.proposer == layer_exit.name).token == choice
             for said, choice in found
             if not any(d.proposer == PROMPT_LOOKUP and d.token == choice for d in said)
         ]
-        own = figures[layer_exit.name]
+        own = figures[layer_exit.depth]
         assert own["positions_beside_tables"] == len(beside) > 0
         assert own["agreement_1_beside_tables"] == pytest.approx(sum(beside) / len(beside))
 
