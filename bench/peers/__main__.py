@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, default=Path(".neap"), help="of the demo's model")
     parser.add_argument("--ours", nargs="*", default=[FLOAT32], help=", ".join(PEERS[OURS].weights))
     parser.add_argument("--peer", nargs="*", default=list(USUAL), help=f"NAME[:FORMAT,...]: {', '.join(PEERS)}")
-    parser.add_argument("--router", type=Path, default=ROUTER, help="packed ladder, for exact")
+    parser.add_argument("--router", type=Path, default=ROUTER, help="packed ladder, for exact; none: look-up alone")
     parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE, help="JSON lines")
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -141,7 +141,8 @@ def planned_workers(options: argparse.Namespace, failures: dict[str, str]) -> tu
             failures[f"{peer.title} {choice.weights}"] = error.message
             say(f"left out: {error.message}")
             continue
-        router = str(options.router.absolute()) if choice.name == OURS else ""
+        has_router = choice.name == OURS and str(options.router) != "none"
+        router = str(options.router.absolute()) if has_router else ""
         sizes = (options.threads, 1 if options.context else options.batch, longest + options.max_tokens, tuple(end_ids))
         settings = EngineSettings(source, choice.weights, *sizes, router, peer.modes, bool(options.context))
         command = [str(environment.python) if environment else sys.executable, "-m", peer.module]

@@ -98,7 +98,8 @@ class Environment:
         # The tools of this environment, not those of the system, which may be too old.
         path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         tools = {"PATH": path, "CMAKE_BUILD_PARALLEL_LEVEL": str(self._build_jobs)}
-        flags = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", **tools}
+        # More, for a machine whose instructions do not all run, are taken from the caller.
+        flags = {"CMAKE_ARGS": f"-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF {os.environ.get('CMAKE_ARGS', '')}", **tools}
         source = self._requirements.source
         build = [*self.command("pip"), "--no-input", "install", "--verbose", "--no-build-isolation"]
         build += ["--no-binary", source.partition("==")[0], source]
