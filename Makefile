@@ -70,10 +70,11 @@ demo: $(LIBRARY)
 test: $(LIBRARY)
 	@$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal --durations 15 -m "not full" $(TESTS)
 
-# What compiles or waits leaves room for others. Soaks and floods take the whole machine, one at a time.
+# What compiles or waits leaves room for others; in their order, the longest files come early. Soaks and floods take the
+# whole machine, one at a time.
 test-full: $(LIBRARY)
 ifeq ($(TESTS),tests)
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 15 -m "full and not alone"
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15 -m "full and not alone"
 	@$(BIN)/python -m pytest -m "full and alone"
 else
 	@$(BIN)/python -m pytest -m full $(TESTS)
