@@ -318,9 +318,9 @@ def test_every_complete_answer_to_a_random_schema_is_valid(loaded, ladder):
 
 
 @pytest.mark.full
-def test_every_complete_answer_of_ten_thousand_is_valid(loaded, ladder):
-    num_complete, _ = checked_answers(loaded, ladder, random_schemas(2000), 5)
-    assert num_complete > 9000
+def test_every_complete_answer_to_two_thousand_schemas_is_valid(loaded, ladder):
+    num_complete, _ = checked_answers(loaded, ladder, random_schemas(2000), 1)
+    assert num_complete > 1800
 
 
 @pytest.mark.full
