@@ -1,33 +1,17 @@
-"""Ranks that meet or do not, their sums, and a pass that fails."""
+"""Ranks that meet or do not, and their sums."""
 
 import pytest
 
 from shared.errors import PreconditionFailed, Unavailable
 from shared.model.ranks.group import check_alike, join_ranks
-from shared.model.runners import make_runner
 from tests.families import build_family
-from tests.ranks import TOTALS, begin_model, check_totals, ranks_of, shared_model
+from tests.ranks import TOTALS, check_totals, shared_model
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_sums_have_one_order_whatever_their_size(size):
-    """Of three ranks' numbers of unequal size any other order gives other bits; 300 rows are shared out."""
-    with ranks_of(size) as ranks:
-        ranks.tell(TOTALS)
-        check_totals(ranks)
-
-
-def test_a_pass_that_fails_here_is_the_last_one(tmp_path, monkeypatch):
-    """The other rank waits in its middle, so what it would add to the next is wrong."""
-    build_family("llama").save_pretrained(tmp_path)
-    with ranks_of(2, end_well=False) as ranks:
-        runner = make_runner(begin_model(ranks, tmp_path, tmp_path), 1 << 20)
-        monkeypatch.setattr(ranks, "total", lambda part: 1 / 0)
-        for _ in range(2):
-            with pytest.raises(Unavailable) as caught:
-                runner.run(runner.ids([1]), runner.new_cache(1), first=0, last=runner.num_layers, base=0)
-            assert caught.value.reason == "RANK_LOST"
-            monkeypatch.undo()
+def test_sums_have_one_order_whatever_their_size(ranks):
+    """300 rows are shared out."""
+    ranks.tell(TOTALS)
+    check_totals(ranks)
 
 
 def test_ranks_that_do_not_all_come_are_an_error_within_the_time(monkeypatch):
@@ -49,11 +33,10 @@ def test_ranks_have_the_same_facts_or_are_told_apart():
         assert caught.value.metadata["rank"] == "2"
 
 
-def test_ranks_with_other_models_refuse_to_begin(tmp_path):
+def test_ranks_with_other_models_refuse_to_begin(ranks, tmp_path):
     for name in ("llama", "qwen3"):
         build_family(name).save_pretrained(tmp_path / name)
     with (
-        ranks_of(2) as ranks,
         pytest.raises(PreconditionFailed, match=r"(?s)differ in their model: rank 0 has .*, rank 1 has") as caught,
         shared_model(ranks, tmp_path / "llama", theirs=tmp_path / "qwen3"),
     ):
