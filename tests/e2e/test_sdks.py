@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,28 +51,12 @@ def installed(*command: str | Path, cwd: Path) -> None:
         pytest.skip(f"does not install here: {(result.stderr or result.stdout).strip().splitlines()[-1:]}")
 
 
-def environment(folder: Path, packages: list[str]) -> Path:
-    """The interpreter of a new environment with these packages. Byte code is made of what is imported alone."""
-    run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=folder).check_returncode()
-    python = folder / "env" / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
-    installed(*pip, "install", "-q", "--no-compile", *packages, cwd=folder)
-    return python
-
-
-@pytest.fixture(scope="module")
-def environments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Path]]]:
-    """Those of all programs, two at a time and in their order, while programs run."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            name: pool.submit(environment, tmp_path_factory.mktemp(name), packages) for name, packages in PYTHON.items()
-        }
-
-
 @pytest.mark.parametrize("name", PYTHON)
-def test_python(name, given, environments):
-    python = environments[name].result()
-    result = run(python, PROGRAMS / f"{name}.py", *given, cwd=python.parent)
+def test_python(name, given, tmp_path):
+    run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=tmp_path).check_returncode()
+    python = tmp_path / "env" / "bin" / "python"
+    installed(sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python, *PYTHON[name], cwd=tmp_path)
+    result = run(python, PROGRAMS / f"{name}.py", *given, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 
 
