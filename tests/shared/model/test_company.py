@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shared.model.company import why_not_in_company
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.numerics import numerics_of
 from shared.model.recorder import NoRecorder
@@ -36,8 +35,10 @@ def test_a_model_with_products_of_its_own_is_promised(family: str, linears: int)
     assert loaded.invariance.linears > linears * loaded.num_layers
     assert loaded.invariance.norms > 2 * loaded.num_layers
     assert not loaded.invariance.left_alone
-    found = numerics_of(make_runner(loaded))
+    runner = make_runner(loaded)
+    found = numerics_of(runner)
     assert found.is_exact, found.why_not
+    assert not runner._lane, "what the trial has recorded is dropped"
 
 
 @pytest.mark.full
@@ -66,9 +67,6 @@ def test_a_product_that_rounds_by_the_number_of_tokens_is_found(where: str, monk
         is_planted = x.shape[-2] == count and of_head == (module is loaded.parts.head)
         return multiply(module, x) * (1 + 2**-20 * is_planted)
 
-    runner = make_runner(loaded)
-    assert not why_not_in_company(runner)
-    assert not runner._lane, "what the trial has recorded is dropped"
     monkeypatch.setattr(InvariantLinear, "forward", rounding)
     found = numerics_of(make_runner(loaded))
     assert not found.is_exact

@@ -95,7 +95,9 @@ def test_it_takes_what_was_said_beforehand(path: Path) -> None:
     assert buffers <= held.keys()
 
 
-@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("path", "compiles"), [(True, False), pytest.param(False, True, marks=pytest.mark.full)], indirect=["path"]
+)
 def test_exact_is_promised_of_a_model_in_blocks(path: Path, compiles: bool) -> None:
     model = read(path, torch.float32, in_blocks=True)
     report = make_invariant(model)
