@@ -47,7 +47,8 @@ from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ops.blocks import Blocks, arranged
 from shared.ops.paged import paged_attention
-from shared.ops.products import blocks_linear, invariant_linear
+from shared.ops.product_tiles import LEAST_TOKENS
+from shared.ops.products import blocks_linear, expert_linear, grouped, invariant_linear
 
 ROOT = Path(__file__).parents[1]
 SHARE = 0.8  # of tokens where imposed exits are right
@@ -67,6 +68,8 @@ ATTENDED = {
 MATRICES = {"cuda": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), "cpu": ((64, 256), (32, 256))}
 MULTIPLIED = {"cuda": (1, 16, 64, 256, 2048), "cpu": (1, 16)}
 KINDS = ("Q4_K", "Q6_K", "Q8_0")
+# Experts, choices of a token, and rows and columns of gate and up of a layer of Qwen3-30B-A3B.
+EXPERTS = {"cuda": (128, 8, 1536, 2048), "cpu": (4, 2, 64, 64)}
 Figures = dict[str, float]
 Options = argparse.Namespace
 
@@ -89,6 +92,8 @@ PREDICTED: Mapping[str, Figures] = {
         "failures": 0, "errors": 0, "own / vendor's, 1": 1.12, "own / vendor's, 16": 1.12, "own / vendor's, 64": 1.15,
         "own / vendor's, 256": 1.6, "own / vendor's, 2048": 1.6, "Q4_K / vendor's, 16": 0.6,
         "Q6_K / vendor's, 16": 0.75, "Q8_0 / vendor's, 16": 0.7, "Q4_K / vendor's, 2048": 2.2,
+        # 8 and about 82 matrices of 6.3 MB, and the small kernels that sort: 5 us.
+        "experts, us, 1": 26, "experts, us, 16": 225,
     },
     "short": {
         "full 1": 146, "exact / full 1": 2.8, "exact / full 8": 2.1, "exact / full 32": 1.35, "exact / full 128": 1.2,
@@ -178,6 +183,16 @@ def products(options: Options) -> Figures:
         taken = stopwatch(device, 20).times_us({name: partial(layer, side) for name, side in sides.items()})
         figures[f"vendor's, us, {count}"] = taken["vendor's"]
         figures |= {f"{name} / vendor's, {count}": taken[name] / taken["vendor's"] for name in ("own", *KINDS)}
+    experts, choices, *size = EXPERTS[options.device]
+    held = torch.randn(experts, *size, dtype=dtype, device=device)
+    for count in (1, 16):
+        x = torch.randn(count, size[1], dtype=dtype, device=device)
+        index = torch.rand(count, experts, device=device).topk(choices).indices
+
+        def chosen(x: Tensor = x, index: Tensor = index) -> None:
+            expert_linear(x, [held], index, grouped(index, experts, LEAST_TOKENS), size[0])
+
+        figures[f"experts, us, {count}"] = stopwatch(device, 20).times_us({"": chosen})[""]
     return figures
 
 

@@ -1,4 +1,4 @@
-"""Tiny random Llamas as AWQ and GPTQ write them, packed by the formats' definitions, number by number."""
+"""Tiny random Llamas and Mixtrals as AWQ and GPTQ write them, packed by the formats' definitions, number by number."""
 
 import json
 from copy import deepcopy
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedModel
 
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
@@ -41,19 +41,32 @@ def packed(quants: Tensor, zeros: Tensor, settings: dict[str, Any]) -> dict[str,
     return {"qweight": torch.stack(rows), "qzeros": across(written, list(range(count)))}
 
 
-def save_folder(folder: Path, settings: dict[str, Any], *, shards: int = 1, width: int = 128) -> LlamaForCausalLM:
-    """Writes a Llama whose projections are quantised, all else float16. The same model in float32, of the numbers
-    (quant - zero) * scale. `shards`: files over which tensors are spread, in turn."""
+def _place_of(model: PreTrainedModel, name: str) -> Tensor:
+    """Where a model holds a matrix of its checkpoint."""
+    if ".experts." not in name:
+        return model.get_parameter(name).data
+    prefix, expert, which = name.removesuffix(".weight").replace("block_sparse_moe", "mlp").rsplit(".", 2)
+    gates, down = (model.get_parameter(f"{prefix}.{each}_proj").data[int(expert)] for each in ("gate_up", "down"))
+    return {"w1": gates[: len(gates) // 2], "w3": gates[len(gates) // 2 :], "w2": down}[which]
+
+
+def save_folder(
+    folder: Path, settings: dict[str, Any], *, shards: int = 1, width: int = 128, experts: int = 0
+) -> PreTrainedModel:
+    """Writes a Llama whose projections are quantised, all else float16, or a Mixtral of so many experts. The same model
+    in float32, of the numbers (quant - zero) * scale. `shards`: files over which tensors are spread, in turn."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 96, "hidden_size": width, "intermediate_size": 192, "num_hidden_layers": 2}
-    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
-    model = LlamaForCausalLM(config)
+    shape: dict[str, Any] = {"vocab_size": 96, "hidden_size": width, "intermediate_size": 192, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    more: dict[str, Any] = {"initializer_range": 0.2} | ({"num_local_experts": experts} if experts else {})
+    config = (MixtralConfig if experts else LlamaConfig)(**shape, **more)
+    model = AutoModelForCausalLM.from_config(config)
     deepcopy(model).half().save_pretrained(folder)
     for parameter in model.parameters():
         parameter.data = parameter.half().float()
     tensors = load_file(folder / "model.safetensors")
     levels = 1 << settings["bits"]
-    for name in [name for name in tensors if "_proj" in name]:
+    for name in [name for name in tensors if "_proj" in name or ".experts." in name]:
         weight = tensors.pop(name)
         num_rows, columns = weight.shape
         group = columns if settings["group_size"] == -1 else settings["group_size"]
@@ -67,7 +80,7 @@ def save_folder(folder: Path, settings: dict[str, Any], *, shards: int = 1, widt
         zeros = torch.full_like(zeros, levels // 2) if settings.get("sym") else zeros
         scales = (0.1 / levels * (1 + torch.rand(num_groups, num_rows))).half()
         numbers = (quants - zeros[of_column]).float() * scales[of_column].float()
-        model.get_parameter(name).data = numbers.T.contiguous()
+        _place_of(model, name).copy_(numbers.T)
         parts = packed(quants, zeros, settings) | {"scales": scales}
         if settings["quant_method"] == "gptq":
             parts["g_idx"] = of_column.int()

@@ -107,7 +107,7 @@ def _gguf_tensors(path: Path, checkpoint: CheckpointFiles) -> Iterator[_Stored]:
         stays = entry.kind.name in BLOCK_KINDS
         dtype = None if stays else PLAIN_KINDS.get(entry.kind, torch.float32)
         size = torch.Size(entry.shape)
-        arranged = arranged_bytes(entry.kind.name, *size) if stays and len(size) == 2 else 0
+        arranged = arranged_bytes(entry.kind.name, size[:-1].numel(), size[-1]) if stays and len(size) > 1 else 0
         yield _Stored(size.numel(), len(size), dtype, entry.num_bytes, arranged)
 
 

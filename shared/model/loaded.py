@@ -16,6 +16,7 @@ from shared.model.generation_defaults import GenerationDefaults, eos_token_ids, 
 from shared.model.parts import ModelParts, find_parts
 from shared.model.remembered.facts import Facts
 from shared.model.substitution import attention
+from shared.model.substitution.experts_on_gpu import GroupedExperts
 from shared.model.weights.on_device import BlocksLinear
 from shared.model.weights.quantised import quantisation
 
@@ -139,7 +140,7 @@ def wrap_model(
     elif accelerate and model.device.type == "cuda":
         _merge(model, model_id)
         # Products with blocks do not depend on company anyway.
-        in_blocks = any(isinstance(module, BlocksLinear) for module in model.modules())
+        in_blocks = any(isinstance(module, BlocksLinear | GroupedExperts) for module in model.modules())
         invariance = _invariant(model, model_id) if invariant or in_blocks else None
     possible = set(map(rounded_to, report.formats)) if report else set()
     compute_dtype = compute_dtype or (torch.int8 if torch.int8 in possible else model.dtype)

@@ -45,30 +45,44 @@ def widened(quants, words, supers, GROUP: tl.constexpr, SCALES: tl.constexpr, ZE
 
 @triton.jit(do_not_specialize=("num_tokens",))
 def multiply(
-    x, weight, high, scales, supers, bias, out, parts, num_tokens, num_rows, width, x_token,
+    x, weight, high, scales, supers, bias, out, parts, places, tiles, num_tokens, num_rows, all_rows, width, x_token,
     BN: tl.constexpr, BT: tl.constexpr, STEP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     SPLIT: tl.constexpr, BIASED: tl.constexpr, WIDENS: tl.constexpr, EVEN: tl.constexpr,
     BITS: tl.constexpr, HIGH: tl.constexpr, SCALES: tl.constexpr, SPAN: tl.constexpr, ZERO: tl.constexpr,
+    CHOICES: tl.constexpr,
 ):  # fmt: skip
     """out [T, N] = x [T, K] times weight [N, K], or a matrix in blocks if BITS is not 0, plus bias [N]. Programs: tiles
-    of tokens (x) times tiles of rows (y). SPLIT: times pieces (z), whose sums go to `parts` [PIECES, T, N]."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    of tokens (x) times tiles of rows (y). SPLIT: times pieces (z), whose sums go to `parts` [PIECES, T, N].
+
+    CHOICES: if not 0, the matrices of several experts lie one below the other, `all_rows` in all, and T is that of
+    choices: choice p takes row p // CHOICES of x. `places` [T] are choices sorted by expert, and `tiles` [3, number]
+    say of each tile its expert, its first place and how many there are."""
     row = tl.program_id(1) * BN + tl.arange(0, BN)
-    there, inside = token < num_tokens, row < num_rows
-    wide_rows = row.to(tl.int64)
-    rows = tl.program_id(0).to(tl.int64) * 0 + num_rows
+    inside = row < num_rows
+    held_row, stop = row.to(tl.int64), width
+    if CHOICES == 0:
+        token = tl.program_id(0) * BT + tl.arange(0, BT)
+        there, source = token < num_tokens, token
+    else:
+        number, num_tiles = tl.program_id(0), tl.num_programs(0)
+        own, count = tl.arange(0, BT), tl.load(tiles + 2 * num_tiles + number)
+        there = own < count
+        token = tl.load(places + tl.load(tiles + num_tiles + number) + own, mask=there, other=0)
+        source, stop = token // CHOICES, tl.where(count > 0, width, 0)
+        held_row += tl.load(tiles + number).to(tl.int64) * num_rows
+    rows = tl.program_id(0).to(tl.int64) * 0 + all_rows
     COLUMNS: tl.constexpr = STEP if BITS == 0 else 32
     WORD: tl.constexpr = SPAN // 32
     k = tl.arange(0, COLUMNS)
-    columns = x + token[None, :].to(tl.int64) * x_token + k[:, None]
+    columns = x + source[None, :].to(tl.int64) * x_token + k[:, None]
     whole = tl.zeros((BN, BT), tl.float32)
     first = tl.program_id(2) if SPLIT else 0
     for piece in range(first, first + (1 if SPLIT else PIECES)):
         sums = tl.zeros((BN, BT), tl.float32)
-        for begin in range(piece * PIECE, tl.minimum((piece + 1) * PIECE, width), STEP):
+        for begin in range(piece * PIECE, tl.minimum((piece + 1) * PIECE, stop), STEP):
             if BITS == 0:
                 within = inside[:, None] if EVEN else inside[:, None] & (begin + k < width)[None, :]
-                tile = tl.load(weight + wide_rows[:, None] * width + begin + k[None, :], mask=within, other=0.0)
+                tile = tl.load(weight + held_row[:, None] * width + begin + k[None, :], mask=within, other=0.0)
                 shown = there[None, :] if EVEN else there[None, :] & (begin + k < width)[:, None]
                 column = tl.load(columns + begin, mask=shown, other=0.0)
                 if WIDENS:
@@ -77,7 +91,7 @@ def multiply(
             else:
                 group = rows * (begin // 32)
                 for i in tl.static_range(STEP // 32):
-                    at = (wide_rows * 32)[:, None] + k[None, :]
+                    at = (held_row * 32)[:, None] + k[None, :]
                     if BITS == 8:
                         low = tl.load(weight + (group + rows * i) * 32 + at, mask=inside[:, None], other=0)
                         quants = low.to(tl.int8, bitcast=True).to(tl.int32)
@@ -96,12 +110,12 @@ def multiply(
                             upper = tl.load(high + group // 8 * 32 + at, mask=inside[:, None], other=0)
                         quants += ((upper >> (i % 8)) & 1).to(tl.int32) * 16
                     if i % WORD == 0:
-                        words = tl.load(scales + group // WORD + rows * (i // WORD) + row, mask=inside, other=0)
+                        words = tl.load(scales + group // WORD + rows * (i // WORD) + held_row, mask=inside, other=0)
                     if SCALES == 0 or SCALES == 3:
                         above = words
                     else:
                         if i % 8 == 0:
-                            above = tl.load(supers + rows * (begin // 256) + row, mask=inside, other=0)
+                            above = tl.load(supers + rows * (begin // 256) + held_row, mask=inside, other=0)
                     tile = widened(quants, words, above, i, SCALES, ZERO).to(x.dtype.element_ty)
                     shown = there[None, :] if EVEN else there[None, :] & (begin + 32 * i + k < width)[:, None]
                     column = tl.load(columns + begin + 32 * i, mask=shown, other=0.0)
@@ -115,7 +129,8 @@ def multiply(
     held = inside[:, None] & there[None, :]
     place = token[None, :].to(tl.int64) * num_rows + row[:, None]
     if SPLIT:
-        tl.store(parts + tl.program_id(2) * rows * num_tokens + place, whole, mask=held)
+        numbers = tl.program_id(0).to(tl.int64) * 0 + num_tokens
+        tl.store(parts + tl.program_id(2) * num_rows * numbers + place, whole, mask=held)
     else:
         if BIASED:
             whole += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]

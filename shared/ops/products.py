@@ -1,12 +1,15 @@
-"""Products on a GPU whose bits do not depend on the other tokens of a pass, and norms, as ops of torch. The kernels:
-`shared.ops.product_kernel`. On a CPU, where only tests run them, products are their reference.
+"""Products on a GPU whose bits do not depend on the other tokens of a pass, those of experts among them, norms, and the
+choice of experts, as ops of torch. The kernels: `shared.ops.product_kernel`. On a CPU, where only tests run them,
+products are their reference.
 
 Inference only. They raise `RuntimeError`, which names the argument, for wrong shapes, dtypes or layouts.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shared.ops import begin_call
@@ -22,13 +25,33 @@ REFERENCE_NUMBERS = 1 << 22
 MOST_NORMED = 1 << 15
 
 
+class Grouping(NamedTuple):
+    """The choices of a pass, sorted by expert. `places` int32 [S] and `tiles` int32 [3, number] as of the kernel
+    `multiply`, and choices of a tile at most."""
+
+    places: Tensor
+    tiles: Tensor
+    size: int
+
+
 def register() -> None:
     """Registers the ops with torch, once. The library must be loaded: norms are of its ops."""
     for name, arguments in {
         "invariant_linear": "Tensor x, Tensor weight, Tensor? bias",
         "blocks_linear": "Tensor x, Tensor low, Tensor high, Tensor scales, Tensor supers, Tensor? bias, str kind",
+        "expert_linear": "Tensor x, Tensor[] held, Tensor index, Tensor places, Tensor tiles, int size, int rows, "
+        "str kind",
     }.items():
         torch.library.define(f"neap::{name}", f"({arguments}) -> Tensor")
+    torch.library.define("neap::largest_shares", "(Tensor logits, int chosen, bool normed) -> (Tensor, Tensor)")
+    for device in ("cpu", "cuda"):
+        torch.library.register_kernel("neap::largest_shares", device, _largest_shares)
+    torch.library.register_fake("neap::largest_shares", _shares_like)
+    torch.library.register_kernel("neap::expert_linear", "cpu", reference_experts)
+    torch.library.register_kernel("neap::expert_linear", "cuda", _experts_on_gpu)
+    torch.library.register_fake(
+        "neap::expert_linear", lambda x, held, index, places, tiles, size, rows, kind: x.new_empty(index.numel(), rows)
+    )
     torch.library.register_kernel("neap::invariant_linear", "cpu", reference_linear)
     torch.library.register_kernel("neap::invariant_linear", "cuda", _linear_on_gpu)
     torch.library.register_kernel("neap::blocks_linear", "cpu", _reference_blocks)
@@ -55,6 +78,49 @@ def blocks_linear(x: Tensor, blocks: Blocks, kind: str, bias: Tensor | None = No
     return out
 
 
+def grouped(index: Tensor, num_experts: int, size: int) -> Grouping:
+    """Of the experts of each token, int64 [T, k], in tiles of at most `size` choices. Nothing waits for the device.
+    Numbers beyond the last expert are in no tile."""
+    chosen, places = index.flatten().sort(stable=True)
+    # Where each expert's choices begin, and where its tiles end.
+    edges = torch.searchsorted(chosen, torch.arange(num_experts + 1, device=index.device))
+    counts = (edges.diff() + (size - 1)) // size
+    ends = counts.cumsum(0)
+    tile = torch.arange(-(-len(chosen) // size) + min(num_experts, len(chosen)), device=index.device)
+    expert = torch.searchsorted(ends, tile, right=True).clamp(max=num_experts - 1)
+    first = edges[expert] + (tile - ends[expert] + counts[expert]) * size
+    rows = (edges[expert + 1] - first).clamp(0, size)
+    return Grouping(places.int(), torch.stack([expert, first, rows]).int(), size)
+
+
+def expert_linear(
+    x: Tensor, held: Sequence[Tensor], index: Tensor, grouping: Grouping, rows: int, kind: str = ""
+) -> Tensor:
+    """Row p // (S / R) of x [R, K] times the matrix of expert p of `index` [T, k], which has S numbers -> [S, N]. The
+    experts' matrices [N, K], N `rows`, lie one below the other in `held`: one tensor of x's dtype, contiguous, or
+    `Blocks` of a kind. `grouping`: of `index`."""
+    begin_call(x)
+    out: Tensor = torch.ops.neap.expert_linear.default(x, list(held), index, *grouping, rows, kind)
+    return out
+
+
+def largest_shares(logits: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
+    """The shares float32 and numbers of each token's `chosen` experts of logits [T, E], as `choose_experts` gives them
+    (`shared.ops.experts`). An op of its own, because a compiler sums a row otherwise for another number of rows."""
+    shares, index = torch.ops.neap.largest_shares.default(logits, chosen, normed)
+    return shares, index
+
+
+def _largest_shares(logits: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
+    shares, index = F.softmax(logits.float(), -1).topk(chosen, dim=-1)
+    return shares / shares.sum(-1, keepdim=True) if normed else shares, index
+
+
+def _shares_like(logits: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
+    shape = len(logits), chosen
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
 def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Each number is a sum of its own, so company does not matter."""
     check(x, weight.shape[-1], weight.shape[0], bias)
@@ -72,6 +138,41 @@ def _reference_blocks(
     blocks = Blocks(low, high, scales, supers)
     check_blocks(x, blocks, kind, bias)
     return reference_linear(x, widened(blocks, kind, x.shape[-1]).to(x.dtype), bias)
+
+
+def reference_experts(
+    x: Tensor, held: list[Tensor], index: Tensor, places: Tensor, tiles: Tensor, size: int, rows: int, kind: str
+) -> Tensor:
+    """Reads `index` alone: expert after expert, so that one matrix is wide at a time."""
+    _check_experts(x, held, index, Grouping(places, tiles, size), rows, kind)
+    chosen, width = index.flatten(), x.shape[1]
+    out = x.new_zeros(len(chosen), rows)
+    for expert in chosen.unique().tolist():
+        own, at = slice(expert * rows, (expert + 1) * rows), (chosen == expert).nonzero()[:, 0]
+        weight = widened(Blocks(*held), kind, width, own).to(x.dtype) if kind else held[0].view(-1, width)[own]
+        out[at] = reference_linear(x[at // (len(chosen) // len(x))], weight, None)
+    return out
+
+
+def _check_experts(
+    x: Tensor, held: list[Tensor], index: Tensor, grouping: Grouping, rows: int, kind: str
+) -> Tensor | Blocks:
+    """The matrices, one below the other."""
+    _demand(x.dim() == 2, "x must be [R, K]")
+    count = index.numel()
+    _demand(index.dtype == torch.int64 and count % max(len(x), 1) == 0, "index must be int64 [T, k], times rows of x")
+    fits = grouping.places.shape == (count,) and grouping.places.dtype == grouping.tiles.dtype == torch.int32
+    _demand(fits and grouping.tiles.dim() == 2, "grouping must be that of index")
+    if kind:
+        blocks = Blocks(*held)
+        check_blocks(x, blocks, kind, None)
+        _demand(blocks.rows % rows == 0, f"{blocks.rows} rows are not those of experts of {rows}")
+        return blocks
+    weight = held[0]
+    _demand(weight.dim() == 3 and weight.shape[1] == rows, f"held has shape {list(weight.shape)}, want [E, {rows}, K]")
+    _check_weight(x, weight.view(-1, weight.shape[-1]))
+    check(x, weight.shape[-1], rows, None)
+    return weight.view(-1, weight.shape[-1])
 
 
 def check(x: Tensor, width: int, rows: int, bias: Tensor | None) -> None:
@@ -107,30 +208,43 @@ def multiplied(
     bias: Tensor | None,
     capability: int,
     *,
+    grouping: Grouping | None = None,
+    num_rows: int | None = None,
     split: bool | None = None,
     tokens: int | None = None,
     kernels: Any = None,
 ) -> Tensor:
-    """Launches the kernels for a device of this compute capability. `split` and `tokens`: whether pieces of K are
+    """Launches the kernels for a device of this compute capability. `grouping`: of experts, with the rows of each, as
+    in `expert_linear`; then there is no bias. `split` and `tokens`: whether pieces of K are
     programs of their own, and the tokens of a tile, which change no bit. None: as is fastest."""
     if kernels is None:
         from shared.ops import product_kernel as kernels
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     count, width = rows.shape
-    num_rows = weight.rows if isinstance(weight, Blocks) else len(weight)
+    all_rows = weight.rows if isinstance(weight, Blocks) else len(weight)
+    num_rows, shape = num_rows or all_rows, x.shape[:-1]
+    choices, places, tiles_of = 0, rows, rows
+    if grouping is not None:
+        places, tiles_of, tokens = grouping
+        choices = len(places) // max(count, 1)
+        count, shape = len(places), places.shape
     out = x.new_empty(count, num_rows)
     if not count:
-        return out.view(*x.shape[:-1], num_rows)
+        return out.view(*shape, num_rows)
     tiles = ProductTiles(num_rows, width, LAYOUTS.get(kind), x.dtype, capability)
     size = tokens or count
-    constants = tiles.constants(size, bias is not None) | ({} if split is None else {"SPLIT": split})
+    constants = tiles.constants(size, bias is not None) | {"CHOICES": choices}
+    constants["SPLIT"] = tiles.splits(count) if split is None else split
+    _demand(grouping is None or constants["BT"] >= grouping.size, f"tiles of experts have {constants['BT']} choices")
     pieces, splits = constants["PIECES"], constants["SPLIT"]
     parts = x.new_empty(pieces * count * num_rows if splits else 1, dtype=torch.float32)
     held = weight if isinstance(weight, Blocks) else Blocks(weight, weight, weight, weight)
-    grid = -(-count // constants["BT"]), -(-num_rows // constants["BN"]), pieces if splits else 1
+    num_tiles = -(-count // constants["BT"]) if grouping is None else tiles_of.shape[1]
+    grid = num_tiles, -(-num_rows // constants["BN"]), pieces if splits else 1
     kernels.multiply[grid](
-        rows, *held, x if bias is None else bias, out, parts, count, num_rows, width, rows.stride(0),
+        rows, *held, x if bias is None else bias, out, parts, places, tiles_of, count, num_rows, all_rows, width,
+        rows.stride(0),
         **constants, **tiles.options(size), **kernels.OPTIONS,
     )  # fmt: skip
     if splits:
@@ -138,7 +252,7 @@ def multiplied(
             parts, x if bias is None else bias, out, out.numel(), num_rows, PIECES=pieces, BIASED=bias is not None,
             BLOCK=ADDED, **kernels.OPTIONS,
         )  # fmt: skip
-    return out.view(*x.shape[:-1], num_rows)
+    return out.view(*shape, num_rows)
 
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, *, kernels: Any = None) -> Tensor:
@@ -176,6 +290,14 @@ def _blocks_on_gpu(
     blocks = Blocks(low, high, scales, supers)
     check_blocks(x, blocks, kind, bias)
     return multiplied(x, blocks, kind, bias, capability_of(x.device))
+
+
+def _experts_on_gpu(
+    x: Tensor, held: list[Tensor], index: Tensor, places: Tensor, tiles: Tensor, size: int, rows: int, kind: str
+) -> Tensor:
+    grouping = Grouping(places, tiles, size)
+    weight = _check_experts(x, held, index, grouping, rows, kind)
+    return multiplied(x, weight, kind, None, capability_of(x.device), grouping=grouping, num_rows=rows)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:

@@ -11,7 +11,7 @@ from shared.ops import choose_greedy, choose_sampled, reference
 from shared.ops.blocks import LAYOUTS, Blocks, arranged, widened
 from shared.ops.chains import ConfidenceWeights, draft_top, new_tickets, route
 from shared.ops.paged import paged_attention
-from shared.ops.products import blocks_linear, invariant_linear
+from shared.ops.products import blocks_linear, expert_linear, grouped, invariant_linear
 from tests.shared.ops.drawn_blocks import drawn_blocks
 from tests.shared.ops.paged_passes import CLOSE, drawn_pass
 
@@ -150,7 +150,34 @@ def _product(count: int, rows: int, width: int, dtype: torch.dtype, kind: str = 
     return Case(f"product {kind} {count}x{rows}x{width} {dtype}", inputs, run, expected, close)
 
 
+def _experts(count: int, experts: int, choices: int, dtype: torch.dtype, kind: str = "") -> Case:
+    """Products of 256x512 of experts. The second time, other tokens choose what these chose."""
+    rows, width = 256, 512
+
+    def inputs() -> Inputs:
+        index = torch.rand(count, experts).topk(choices).indices
+        x, size = torch.randn(count, width).to(dtype), (experts * rows, width)
+        return [
+            x,
+            index,
+            *(arranged(drawn_blocks(*size, kind), kind, width) if kind else [torch.randn(size).to(dtype)]),
+        ]
+
+    def run(x: Tensor, index: Tensor, *held: Tensor) -> Outputs:
+        own = held if kind else [held[0].view(experts, rows, width)]
+        return (expert_linear(x, own, index, grouped(index, experts, 16), rows, kind),)
+
+    def expected(x: Tensor, index: Tensor, *held: Tensor) -> Outputs:
+        wide = (widened(Blocks(*held), kind, width).to(dtype) if kind else held[0]).view(experts, rows, width)
+        return ((wide.float()[index.flatten()] @ x.float().repeat_interleave(choices, 0)[..., None])[..., 0].to(dtype),)
+
+    close = {"atol": width**0.5 * CLOSE[dtype]["atol"], "rtol": CLOSE[dtype]["rtol"]}
+    return Case(f"multiplies {kind} {count} of {experts} experts {dtype}", inputs, run, expected, close)
+
+
 CASES: list[Case] = [
+    *(_experts(count, 8, 2, dtype) for count in (1, 50) for dtype in (SINGLE, HALF, BRAIN)),
+    *(_experts(count, 16, 4, BRAIN, kind) for count in (1, 50) for kind in LAYOUTS),
     *(_product(count, 512, 1024, dtype) for count in (1, 40, 300) for dtype in (SINGLE, HALF, BRAIN)),
     *(_product(count, 130, 1024, BRAIN, kind) for count in (2, 100) for kind in LAYOUTS),
     _draft_top(1, 64, 4587, 2, HALF),

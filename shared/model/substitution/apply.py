@@ -14,7 +14,6 @@ without a kernel are read as float32.
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -32,7 +31,7 @@ from shared.model.borders import context_limit, origins
 from shared.model.cache_argument import cache_argument, with_cache
 from shared.model.remembered.facts import Facts
 from shared.model.substitution import attention, rotary
-from shared.model.substitution.experts import experts, router
+from shared.model.substitution.experts import experts, one_expert_at_a_time, router
 from shared.model.substitution.fused_layers import substitute_layers
 from shared.model.substitution.layer import Hooks
 from shared.model.substitution.linear import activation, embedding, gated_mlp, linear, norm
@@ -105,10 +104,10 @@ def accelerate(
     proven: dict[str, Any] = facts.values.get(_PROVEN, {})
     run = Substitutions(model, proven.get("modules"))
     with torch.no_grad():
-        with _one_expert_at_a_time(model):
+        with one_expert_at_a_time(model):
             expected = None if proven else _logits_in_one_pass(model)
         try:
-            with _one_expert_at_a_time(model):
+            with one_expert_at_a_time(model):
                 _substitute_modules(run)
             files = tuple(_substitute_rotary(run))
             if expected is None:
@@ -165,22 +164,6 @@ def restore(model: PreTrainedModel) -> None:
     undo = vars(model).pop(_UNDO, [])
     while undo:
         undo.pop()()
-
-
-@contextmanager
-def _one_expert_at_a_time(model: PreTrainedModel) -> Iterator[None]:
-    """Within it, transformers' experts run the forward of their class, which multiplies by the matrices of one expert
-    after another. By default they multiply by those of a layer at once, for which a `LazyWeight` dequantises all."""
-    config: Any = model.config
-    before = getattr(config, "_experts_implementation", None)
-    if before is None:
-        yield
-        return
-    model.set_experts_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(before)
 
 
 def _substitute_modules(run: Substitutions) -> None:

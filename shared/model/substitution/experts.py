@@ -5,13 +5,15 @@ shares [T, k]. The replacement multiplies the tokens of each expert together and
 order of its choices, so its bits do not depend on the other tokens. Gated MLPs are one op, others several.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from shared import ops
 from shared.model.cache import refuse_if_out_of_memory
@@ -56,9 +58,24 @@ class _Matrices:
         return ops.packed_linear(x, self.packed[expert], self.rows, bias)
 
 
-def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
-    """A module of transformers' interface of experts, whatever its activation, gate, biases and layout.
-    `form`: the activation if they are gated MLPs without biases, or "experts", if it is known."""
+@contextmanager
+def one_expert_at_a_time(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, transformers' experts run the forward of their class, which multiplies by the matrices of one expert
+    after another. By default they multiply by those of a layer at once, for which a `LazyWeight` dequantises all."""
+    config: Any = model.config
+    before = getattr(config, "_experts_implementation", None)
+    if before is None:
+        yield
+        return
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
+def matrix_names(module: nn.Module) -> tuple[str, str]:
+    """The parameters [E, N, K] of a module of transformers' interface of experts. Raises `Unsuitable`."""
     settings: Any = module
     differs = any(getattr(module, name, value) is not value for name, value in _CONTRACT.items())
     if differs or not all(hasattr(module, name) for name in _INTERFACE):
@@ -66,6 +83,14 @@ def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
     names = ("gate_up_proj" if settings.has_gate else "up_proj", "down_proj")
     if {name for name, p in module.named_parameters() if p.dim() > 2} != set(names):
         raise Unsuitable("stores other matrices than those of transformers' interface of experts")
+    return names
+
+
+def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
+    """A module of transformers' interface of experts, whatever its activation, gate, biases and layout.
+    `form`: the activation if they are gated MLPs without biases, or "experts", if it is known."""
+    settings: Any = module
+    names = matrix_names(module)
     activation = _gate(module, names) if form is None else None if form == "experts" else str(form)
     forward: Callable[..., Tensor]
     if activation:
@@ -195,7 +220,7 @@ def router(module: nn.Module, *, form: object | None = None) -> Substitute:
     # Not of all sizes: with tiny logits or huge ones, shares are equal, and which of them is chosen is arbitrary.
     x = random_input(INPUT_ROWS, width)
     x = torch.cat([x, x / 4, x * 4])
-    made = _routed(module, x)
+    made = routed(module, x)
     for normed in (False, True):
         candidate = substitute(made[2].shape[1], normed)
         if all(map(_close, _dense(*candidate.forward(x)), _dense(*made))):
@@ -207,7 +232,7 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
     return relative_error(actual, expected) <= TOLERANCE
 
 
-def _routed(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def routed(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What a module makes of x [T, D], if it looks like a router's choices. Raises `Unsuitable`."""
     try:
         made: Any = module(x)

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shared import ops
+from shared.model.substitution.experts import one_expert_at_a_time, routed
+from shared.model.substitution.experts_on_gpu import GroupedExperts, NoProducts, group, make_router, ungroup
 from shared.model.substitution.layer import Hooks
 from shared.model.substitution.linear import norm
 from shared.model.substitution.match import Unsuitable, random_input, relative_error
@@ -32,6 +34,7 @@ UNITS = 4
 NUM_ROWS = 3
 
 Forward = Callable[[Tensor], Tensor]
+Seen = dict[object, str]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class InvariantReport:
     linears: int
     norms: int
     left_alone: Mapping[str, str]
+    experts: int = 0
 
 
 class InvariantLinear(nn.Linear):
@@ -79,12 +83,18 @@ class InvariantNorm(nn.Module):
 def make_invariant(model: PreTrainedModel) -> InvariantReport:
     """Replaces what can be replaced, in place. The model must stay on its device."""
     left_alone: dict[str, str] = {}
-    counts = {"linear": 0, "norm": 0}
+    counts = {"linear": 0, "norm": 0, "experts": 0}
     if quantisation(model.config) is not None:
         return InvariantReport(0, 0, {"its products": "are those of the package that quantised the model"})
     if model.device.type == "cuda" and not has_triton():
         return InvariantReport(0, 0, {"its products": "are the vendor's, because the package triton is not installed"})
     seen: dict[object, str] = {}
+    with one_expert_at_a_time(model):
+        _replace_all(model, counts, left_alone, seen)
+    return InvariantReport(counts["linear"], counts["norm"], left_alone, counts["experts"])
+
+
+def _replace_all(model: nn.Module, counts: dict[str, int], left_alone: dict[str, str], seen: Seen) -> None:
     for name, module in model.named_modules():
         dimensions = [parameter.dim() for parameter in module.parameters(recurse=False)]
         is_linear = type(module) in (nn.Linear, Conv1D) or isinstance(module, MergedLinear)
@@ -98,6 +108,10 @@ def make_invariant(model: PreTrainedModel) -> InvariantReport:
             kind, replace = "linear", _replace_linear
         elif is_norm:
             kind, replace = "norm", _replace_norm
+        elif max(dimensions) == 3:
+            kind, replace = "experts", _replace_experts
+        elif dimensions == [2] and not is_linear and not Hooks([module]).are_any():
+            kind, replace = "linear", _replace_router
         else:
             left_alone[name] = "is computed by the model's own code"
             continue
@@ -107,10 +121,6 @@ def make_invariant(model: PreTrainedModel) -> InvariantReport:
             left_alone[name] = str(reason)
         else:
             counts[kind] += 1
-    return InvariantReport(counts["linear"], counts["norm"], left_alone)
-
-
-Seen = dict[object, str]
 
 
 def _replace_linear(module: nn.Module, seen: Seen) -> None:
@@ -156,6 +166,37 @@ def _replace_norm(module: nn.Module, seen: Seen) -> None:
         seen,
     )
     module.__class__ = InvariantNorm
+
+
+def _replace_experts(module: nn.Module, seen: Seen) -> None:
+    if not isinstance(module, GroupedExperts):
+        group(module, {})
+    assert isinstance(module, GroupedExperts)
+    parameter = module.get_parameter(module.matrices[0][0])
+    form = module.own_class, module.matrices, parameter.shape, parameter.dtype
+    index = (torch.arange(2 * NUM_ROWS, device=parameter.device) % len(parameter)).view(NUM_ROWS, 2)
+    weights = random_input(NUM_ROWS, 2).abs().to(parameter.device, parameter.dtype)
+    own: Forward = partial(GroupedExperts.forward, module, top_k_index=index, top_k_weights=weights)
+    theirs: Forward = partial(module.own_class.forward, module, top_k_index=index, top_k_weights=weights)
+    try:
+        _compare(own, theirs, parameter, parameter.shape[2], form, seen)
+    except Unsuitable:
+        ungroup(module)
+        raise
+
+
+def _replace_router(module: nn.Module, seen: Seen) -> None:
+    """What follows from its logits is the module's own, or what `make_router` finds out."""
+    weight = module.get_parameter("weight")
+    x = random_input(NUM_ROWS, weight.shape[1]).to(weight.device, weight.dtype)
+    made, before = routed(module, x), type(module)
+    make_router(module, made, InvariantLinear)
+    try:
+        with NoProducts():
+            _compare(lambda x: module(x)[0], lambda _: made[0], weight, weight.shape[1], (before, weight.shape), seen)
+    except Unsuitable:
+        module.__class__ = before
+        raise
 
 
 def _compare(own: Forward, theirs: Forward, weight: Tensor, width: int, form: object, seen: Seen) -> None:

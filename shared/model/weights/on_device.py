@@ -1,7 +1,7 @@
 """Matrices of a .gguf file, or of AWQ and GPTQ, that stay in blocks on a GPU.
 
-Linear layers multiply by the blocks, and embeddings widen the rows that they look up. To the model a weight is a tensor
-of the dtype that it computes in, which is widened where other code reads it.
+Linear layers and experts multiply by the blocks, and embeddings widen the rows that they look up. To the model a weight
+is a tensor of the dtype that it computes in, which is widened where other code reads it.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from shared.model.substitution.experts_on_gpu import group, groupable
+from shared.model.substitution.match import Unsuitable
 from shared.model.weights.lazy import LazyWeight, as_parameter, lazy
-from shared.model.weights.stored import ALL_ROWS, Stored, rounded_to
+from shared.model.weights.stored import ALL_ROWS, Stacked, Stored, rounded_to
 from shared.ops import blocks as arrangement
 from shared.ops.products import blocks_linear
 
@@ -65,14 +67,14 @@ class TakenBlocks:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._dtype = model, torch.float32
-        self._taken: list[tuple[nn.Module, nn.Parameter]] = []
+        self._taken: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in model.modules():
-            parameter = module._parameters.get("weight")
-            stored = lazy(parameter)
-            is_kept = stored is not None and stored.device_kind and not stored.transposed
-            if is_kept and parameter is not None and (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
-                self._taken.append((module, parameter))
-                module._parameters["weight"] = None
+            for name in _names_of_kept(module):
+                parameter = module._parameters.get(name)
+                stored = lazy(parameter)
+                if parameter is not None and stored is not None and stored.device_kind and not stored.transposed:
+                    self._taken.append((module, name, parameter))
+                    module._parameters[name] = None
 
     @torch.no_grad()
     def round_others(self, dtype: torch.dtype) -> None:
@@ -86,17 +88,43 @@ class TakenBlocks:
         """Arranges them on the device, one by one, and gives them back to the model. Those that were shared stay
         shared."""
         placed: dict[int, tuple[OnDevice, nn.Parameter]] = {}
-        for module, parameter in self._taken:
+        experts: dict[nn.Module, dict[str, tuple[arrangement.Blocks, str]]] = {}
+        for module, name, parameter in self._taken:
             if id(parameter) not in placed:
-                own = _arranged(lazy(parameter), device, self._dtype)
-                placed[id(parameter)] = own, as_parameter(LazyWeight(own))
-            own, module._parameters["weight"] = placed[id(parameter)]
-            if isinstance(module, nn.Linear):
+                stored = lazy(parameter)
+                own = _arranged(stored, device, self._dtype)
+                seen = _stacked(own, stored) if isinstance(stored, Stacked) else own
+                placed[id(parameter)] = own, as_parameter(LazyWeight(seen))
+            own, module._parameters[name] = placed[id(parameter)]
+            if name != "weight":
+                experts.setdefault(module, {})[name] = own.held, own.format
+            elif isinstance(module, nn.Linear):
                 for name, part in own.held._asdict().items():
                     module.register_buffer(name, part, persistent=False)
                 module.__class__ = BlocksLinear
                 module.kind = own.format  # type: ignore[assignment]
+        for module, blocks in experts.items():
+            group(module, blocks)
         self._taken.clear()
+
+
+def _names_of_kept(module: nn.Module) -> tuple[str, ...]:
+    if type(module) is nn.Linear or isinstance(module, nn.Embedding):
+        return ("weight",)
+    try:
+        return groupable(module)
+    except Unsuitable:
+        return ()
+
+
+def _stacked(own: OnDevice, stored: Stacked) -> Stacked:
+    """The matrices of experts that lie one below the other."""
+    parts = []
+    for first in range(0, own.rows, stored.rows):
+        rows = slice(first, first + stored.rows)
+        held = arrangement.Blocks(*(part[:, rows] if part.dim() > 1 else part for part in own.held))
+        parts.append(OnDevice(held, own.columns, own.format, own.dtype))
+    return Stacked(parts)
 
 
 def _arranged(stored: Stored | None, device: torch.device, dtype: torch.dtype) -> OnDevice:

@@ -72,8 +72,10 @@ class Stored(ABC):
         """Rows [N, K] packed for the kernels, as `shared.ops.packed_linear` takes them."""
 
     def device_blocks(self) -> Tensor:
-        """Blocks of `device_kind`: uint8 [N, bytes per row]."""
-        raise NotImplementedError("it is not in blocks")
+        """Blocks of `device_kind`: uint8 [N, bytes per row], those of all parts one below the other."""
+        if not self.device_kind:
+            raise NotImplementedError("it is not in blocks")
+        return torch.cat([part.device_blocks() for part in self.parts])
 
     def pack_transpose(self, rows: slice = ALL_ROWS) -> tuple[Tensor, str]:
         """Rows of the transpose [K, N], packed, and the format of their numbers."""
@@ -264,6 +266,7 @@ class Joined(Stored):
     def __init__(self, parts: Sequence[Stored]) -> None:
         self.parts = tuple(parts)
         super().__init__(sum(p.rows for p in parts), parts[0].columns, parts[0].format)
+        self.device_kind = _one_kind(parts)
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -289,6 +292,7 @@ class Stacked(Stored):
         self.parts = tuple(parts)
         first = parts[0]
         super().__init__(first.rows, first.columns, first.format, transposed=first.transposed)
+        self.dtype, self.device, self.device_kind = first.dtype, first.device, _one_kind(parts)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -365,6 +369,12 @@ def rounded_to(numbers: Tensor, dtype: torch.dtype) -> Tensor:
             "a weight is too large for float16: choose bfloat16 or float32", reason="WEIGHTS_OVERFLOW"
         )
     return rounded
+
+
+def _one_kind(parts: Sequence[Stored]) -> str:
+    """The kind of blocks of all parts. Empty if they differ."""
+    kinds = {part.device_kind for part in parts}
+    return kinds.pop() if len(kinds) == 1 else ""
 
 
 def row_ranges(matrix: Stored) -> tuple[Tensor, ...]:

@@ -17,6 +17,8 @@ from shared.model.substitution.merged_linear import merge_linears
 from tests.families import build_family
 from tests.paged import make_runner
 
+EXPERTS = ("mixtral", "qwen3-moe", "phimoe-longrope")
+
 
 def invariant(family: str = "llama", **config: Any) -> LoadedModel:
     """A family's model as it is on a GPU."""
@@ -42,8 +44,9 @@ def test_a_model_with_products_of_its_own_is_promised(family: str, linears: int)
 
 
 @pytest.mark.full
-def test_compiled_layers_keep_the_promise() -> None:
-    runner = make_runner(invariant(), recorder=NoRecorder(), transform=LayerCompiler("aot_eager"))
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3-moe"])
+def test_compiled_layers_keep_the_promise(family: str) -> None:
+    runner = make_runner(invariant(family), recorder=NoRecorder(), transform=LayerCompiler("aot_eager"))
     assert runner.compiles, runner.why_not_compiled
     found = numerics_of(runner)
     assert found.is_exact, found.why_not
@@ -87,12 +90,37 @@ def test_a_gpt2_is_what_it_was() -> None:
     torch.testing.assert_close(invariant("gpt2").model(input_ids=ids).logits, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_products_of_a_models_own_code_promise_nothing() -> None:
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_promised_and_what_they_were(family: str) -> None:
+    ids = torch.arange(3, 20)[None]
+    wanted = build_family(family)(input_ids=ids).logits
+    loaded = invariant(family)
+    assert loaded.invariance is not None
+    assert loaded.invariance.experts == loaded.num_layers
+    assert loaded.invariance.linears == 5 * loaded.num_layers + 1
+    assert not loaded.invariance.left_alone
+    torch.testing.assert_close(loaded.model(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
+    found = numerics_of(make_runner(loaded))
+    assert found.is_exact, found.why_not
+
+
+@pytest.mark.parametrize("kind", ["Experts", "TopKRouter"])
+def test_products_of_a_models_own_code_promise_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that computes something else keeps its own."""
+    module = type(next(m for m in build_family("mixtral").modules() if type(m).__name__ == f"Mixtral{kind}"))
+    forward = module.forward
+
+    def other(self: nn.Module, *args: Any, **options: Any) -> Any:
+        made = forward(self, *args, **options)
+        return made * 1.1 if kind == "Experts" else (made[0], made[1] * 1.1, made[2])
+
+    monkeypatch.setattr(module, "forward", other)
     loaded = invariant("mixtral")
     assert loaded.invariance is not None
-    assert any("mlp" in left for left in loaded.invariance.left_alone)
+    assert len(loaded.invariance.left_alone) == loaded.num_layers
+    assert all(type(m) is module for m in loaded.model.modules() if isinstance(m, module))
     found = numerics_of(make_runner(loaded))
-    assert found.why_not.endswith("is computed by the model's own code")
+    assert found.why_not.endswith(next(iter(loaded.invariance.left_alone.values())))
 
 
 def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

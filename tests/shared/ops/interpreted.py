@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shared.ops import paged_on_gpu
 from shared.ops.blocks import Blocks
-from shared.ops.products import multiplied, normed
+from shared.ops.products import Grouping, multiplied, normed
 from tests.shared.ops.paged_passes import Pass
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,9 +66,10 @@ def _attended(kernels: Any, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return paged_on_gpu.by_kernels(kernels=kernels, **arguments), arguments["keys"], arguments["values"]
 
 
-def _multiplied(kernels: Any, weight: Any, **arguments: Any) -> Tensor:
+def _multiplied(kernels: Any, weight: Any, grouping: Any = None, **arguments: Any) -> Tensor:
     own = weight if isinstance(weight, Tensor) else Blocks(*weight)
-    return multiplied(weight=own, kernels=kernels, **arguments)
+    choices = grouping and Grouping(*grouping)
+    return multiplied(weight=own, grouping=choices, kernels=kernels, **arguments)
 
 
 LAUNCHES = {"attended": _attended, "multiplied": _multiplied, "normed": normed}

@@ -20,7 +20,7 @@ from shared.ops import product_kernel  # noqa: E402
 from tests.shared.ops.test_paged_compiled import FAMILIES, NAMES, SHARED, stack_bytes  # noqa: E402
 
 # Arguments whose multiples of 16 let the kernels read 16 bytes at once.
-SIZES = ("num_rows", "width", "x_token")
+SIZES = ("num_rows", "all_rows", "width", "x_token")
 COUNTS = (16, 64, 256)
 
 
@@ -41,14 +41,18 @@ def compiled(
     )
 
 
-def multiplies(kind: str, dtype: torch.dtype, capability: int, count: int, folder: Path) -> set[str]:
-    """Compiles a product of so many tokens. The instructions that multiply in it."""
+def multiplies(
+    kind: str, dtype: torch.dtype, capability: int, count: int, folder: Path, *, choices: int = 0
+) -> set[str]:
+    """Compiles a product of so many tokens. The instructions that multiply in it. `choices`: as of the kernel."""
     tiles = ProductTiles(4096, 4096, LAYOUTS.get(kind), dtype, capability)
     element = "*" + NAMES[dtype]
     held = dict.fromkeys(("weight", "high"), "*u8") | dict.fromkeys(("scales", "supers"), "*i32")
     types = dict.fromkeys(("x", "bias", "out", "weight", "high", "scales", "supers"), element)
     types |= (held if kind else {}) | {"parts": "*fp32"}
-    made = compiled("multiply", tiles.constants(count, True), types, capability, tiles.options(count))
+    types |= dict.fromkeys(("places", "tiles"), "*i32" if choices else element)
+    constants = tiles.constants(count, not choices) | {"CHOICES": choices}
+    made = compiled("multiply", constants, types, capability, tiles.options(count))
     assert stack_bytes(made.asm["cubin"], folder) == [0]
     assert made.metadata.shared <= SHARED[capability]
     code = made.asm["ptx"]
@@ -66,6 +70,16 @@ def test_an_8b_models_products_are_compiled_for_gpus_that_are_not_here(
         assert multiplies(kind, torch.bfloat16, capability, count, tmp_path) == FAMILIES[capability]
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kind", ["", "Q4_K"])
+def test_products_of_experts_are_compiled_for_gpus_that_are_not_here(
+    kind: str, capability: int, tmp_path: Path
+) -> None:
+    for count in COUNTS:
+        found = multiplies(kind, torch.bfloat16, capability, count, tmp_path, choices=8)
+        assert found == FAMILIES[capability]
+
+
 # The bytes and bits that layouts differ by; the others have the code of one of these. What reads them is the same for
 # all GPUs: each layout is compiled for two families of instructions, and the extremes for all.
 COMPILED = [
@@ -81,8 +95,8 @@ COMPILED = [
 @pytest.mark.parametrize(("capability", "kind"), COMPILED)
 def test_all_products_are_compiled_for_all_gpus(capability: int, kind: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if capability >= 80 else torch.float16
-    found = [multiplies(kind, dtype, capability, count, tmp_path) for count in COUNTS]
-    assert found == [FAMILIES[capability]] * len(COUNTS)
+    found = [multiplies(kind, dtype, capability, n, tmp_path, choices=k) for n in COUNTS for k in (0, 8)]
+    assert found == [FAMILIES[capability]] * 2 * len(COUNTS)
     if not kind:
         assert multiplies(kind, torch.float32, capability, 16, tmp_path) == set()
 

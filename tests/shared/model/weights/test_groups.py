@@ -19,6 +19,7 @@ from shared.model.footprint import footprint
 from shared.model.load import _build, load_model
 from shared.model.loaded import wrap_model
 from shared.model.numerics import numerics_of
+from shared.model.substitution.experts_on_gpu import GroupedExperts
 from shared.model.substitution.invariant import make_invariant
 from shared.model.weights.groups import scheme_of
 from shared.model.weights.lazy import lazy, realise
@@ -104,6 +105,28 @@ def test_a_gpu_keeps_four_bits(name: str, tmp_path: Path) -> None:
     assert not report.left_alone
     if name not in PROMISED:
         return
+    found = numerics_of(make_runner(replace(wrap_model(model), invariance=report)))
+    assert found.is_exact, found.why_not
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq, symmetric"])
+def test_experts_keep_four_bits(name: str, tmp_path: Path) -> None:
+    settings, kind, gpu_kind = KEPT[name]
+    wide = save_folder(tmp_path, settings, experts=4)
+    ids = torch.arange(3, 40)[None]
+    wanted = wide(input_ids=ids).logits
+    loaded = load_model(tmp_path, compute_dtype=torch.float32)
+    torch.testing.assert_close(loaded.model(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
+    assert loaded.acceleration is not None
+    assert loaded.acceleration.formats[kind] >= 8
+    assert not loaded.acceleration.dequantised
+    model = as_on_a_gpu(tmp_path)
+    torch.testing.assert_close(model(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
+    experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    assert {each for module in experts for *_, each in module.matrices} == {gpu_kind}
+    report = make_invariant(model)
+    assert report.experts == len(experts) == 2
+    assert not report.left_alone
     found = numerics_of(make_runner(replace(wrap_model(model), invariance=report)))
     assert found.is_exact, found.why_not
 

@@ -18,12 +18,15 @@ from shared.model.recorder import NoRecorder
 from shared.model.remembered.facts import Facts
 from shared.model.runners import LayerCompiler
 from shared.model.source import arguments_of
+from shared.model.substitution.experts_on_gpu import GroupedExperts
 from shared.model.substitution.invariant import make_invariant
 from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.on_device import BlocksLinear, TakenBlocks
 from shared.model.weights.reading import CheckpointFiles, replaced
+from shared.ops.products import expert_linear
 from tests.gguf_files import write_llama
 from tests.paged import make_runner
+from tests.shared.model.weights.test_gguf_families import CASES, write
 
 KINDS = {"attn_q": Kind.Q4_K, "attn_v": Kind.Q6_K, "ffn_down": Kind.Q5_0, "token_embd": Kind.Q4_1, "ffn_up": Kind.F16}
 
@@ -93,6 +96,36 @@ def test_it_takes_what_was_said_beforehand(path: Path) -> None:
     assert widened.weights > 1.5 * said.weights
     buffers = {buffer.data_ptr() for name, buffer in model.named_buffers() if "inv_freq" not in name and buffer.numel()}
     assert buffers <= held.keys()
+
+
+def test_experts_stay_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    architecture, config, add_more = CASES["qwen3moe"]
+    file = tmp_path / "experts.gguf"
+    write(file, architecture, config, add_more, Kind.Q8_0)
+    own, wide = (read(file, torch.float32, in_blocks=each) for each in (True, False))
+    wanted = logits(wide)
+    torch.testing.assert_close(logits(own), wanted, atol=1e-4, rtol=1e-4)
+    report = make_invariant(own)
+    assert report.experts == 2
+    assert not report.left_alone
+    experts = [module for module in own.modules() if isinstance(module, GroupedExperts)]
+    assert {kind for module in experts for *_, kind in module.matrices} == {"Q8_0"}
+    weights = {name: parameter for name, parameter in wide.named_parameters() if "experts" in name}
+    for name, parameter in weights.items():
+        assert torch.equal(own.get_parameter(name).stored.dequantised(), parameter), name  # type: ignore[attr-defined]
+    held = sum(part.nbytes for module in experts for part in module.buffers())
+    numbers = sum(parameter.numel() for parameter in weights.values())
+    assert held <= 1.07 * 34 / 32 * numbers * 2  # rows of one block fill half a step of 64 columns
+    said, in_bfloat16 = (footprint(file, torch.device("cuda"), dtype=dtype) for dtype in (None, torch.bfloat16))
+    assert said is not None
+    assert in_bfloat16 is not None
+    assert in_bfloat16.weights - said.weights == 2 * numbers - held
+    monkeypatch.setattr("shared.model.substitution.experts_on_gpu.expert_linear", lambda *_: 1.1 * expert_linear(*_))
+    back = read(file, torch.float32, in_blocks=True)
+    left = make_invariant(back)
+    assert len(left.left_alone) == 2
+    assert not [buffer for module in back.modules() if "Experts" in str(type(module)) for buffer in module.buffers()]
+    torch.testing.assert_close(logits(back), wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
