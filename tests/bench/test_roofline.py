@@ -28,8 +28,8 @@ def test_every_op_for_gpus_is_in_the_table(bench: Bench) -> None:
     ops = {name.split("::")[1].split(".")[0] for name in registered if name.startswith("neap::")}
     assert "route" in ops
     # Triton's kernels are none of a CPU's, and the ops of slots are timed as parts of a step.
-    apart = {"paged_attention", "invariant_linear", "blocks_linear", "layer_norm", "rms_norm"}
-    apart |= {"slots_begin", "slots_draft", "slots_plan", "slots_accept"}
+    apart = {"paged_attention", "invariant_linear", "blocks_linear", "expert_linear", "largest_shares"}
+    apart |= {"layer_norm", "rms_norm", "slots_begin", "slots_draft", "slots_plan", "slots_accept"}
     assert ops - {line.op for line in bench.lines} == apart
 
 
