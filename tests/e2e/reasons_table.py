@@ -306,7 +306,8 @@ ELSEWHERE = {
         SWEEP_TOO_SLOW shared/registry/test_redis_index INDEX_OF_ANOTHER_REGISTRY shared/registry/test_schema
         SCHEMA_TOO_OLD shared/test_files LOCKED""",
     "ranks": """shared/model/ranks/test_families
-        TENSOR_PARALLEL_NOT_SUPPORTED shared/model/ranks/test_group RANKS_DIFFER RANKS_MISSING RANK_LOST""",
+        TENSOR_PARALLEL_NOT_SUPPORTED shared/model/ranks/test_group RANKS_DIFFER RANKS_MISSING
+        shared/model/ranks/test_own_group RANK_LOST""",
     "a model, its files and this machine, at the start": """e2e/test_worker_process BAD_DEVICE BAD_REGISTRY NOT_READY
         calibrator_service/test_jobs_over_grpc DATA_DIR_IN_USE inference_service/test_main BAD_CONFIGURATION
         CPU_PATH_MISSING DEVICE_UNAVAILABLE EXACT_NOT_PROMISED OPS_NOT_BUILT neap_engine/cli/test_doctor

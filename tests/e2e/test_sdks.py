@@ -51,11 +51,17 @@ def installed(*command: str | Path, cwd: Path) -> None:
         pytest.skip(f"does not install here: {(result.stderr or result.stdout).strip().splitlines()[-1:]}")
 
 
+def environment(folder: Path, packages: list[str]) -> Path:
+    """The interpreter of a new environment with these packages."""
+    run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=folder).check_returncode()
+    python = folder / "env" / "bin" / "python"
+    installed(sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python, *packages, cwd=folder)
+    return python
+
+
 @pytest.mark.parametrize("name", PYTHON)
 def test_python(name, given, tmp_path):
-    run(sys.executable, "-m", "venv", "--without-pip", "env", cwd=tmp_path).check_returncode()
-    python = tmp_path / "env" / "bin" / "python"
-    installed(sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python, *PYTHON[name], cwd=tmp_path)
+    python = environment(tmp_path, PYTHON[name])
     result = run(python, PROGRAMS / f"{name}.py", *given, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
 
