@@ -24,12 +24,12 @@ from shared.registry.factory import open_registry
 # Seconds of each of the two calibrations.
 BUDGET_S = 45
 # Seconds of the trial of what was learned from requests.
-TRIAL_S = 60.0
+TRIAL_S = 75.0
 START_TIMEOUT_S = 600.0
 # `neap up` waits for 20,000 tokens, and for half an hour between two calibrations, unless it is told otherwise.
 LEARN_TOKENS = 2000
 # A trial begins with 5 % of the requests, and workers report every ten seconds, unless they are told otherwise.
-FIRST_SHARE, REPORT_S = 0.5, 1.0
+FIRST_SHARE, REPORT_S = 0.5, 0.5
 
 
 @exit_on_error

@@ -31,6 +31,8 @@ LATE_S = 240.0
 # Between requests while a router is learned, which needs a machine that is not always busy.
 PAUSE_S = 5.0
 ROUNDS = 2
+# Of an answer while a version is on trial: eight answers of each version are one comparison.
+TRIAL_TOKENS = 24
 POLICIES: tuple[Policy, Policy] = ("full", "exact")
 EXACT: Policy = "exact"
 FAILED = (calibration_pb2.STATE_FAILED, calibration_pb2.STATE_CANCELLED, calibration_pb2.STATE_WAITING)
@@ -122,7 +124,7 @@ class Story:
                 return
             for prompt in MEASURED:
                 self._system.check()
-                self.on_trial.append(self._ask(prompt, EXACT))
+                self.on_trial.append(self._ask(prompt, EXACT, max_tokens=TRIAL_TOKENS))
         say(f"after {len(self.on_trial)} requests: {change.reason}")
 
     def _check_jobs(self) -> None:
@@ -165,13 +167,21 @@ class Story:
         self.pairs.append(pair)
         return pair
 
-    def _ask(self, prompt: str, policy: Policy, view: DepthView | None = None, *, is_kept: bool = False) -> Measured:
+    def _ask(
+        self,
+        prompt: str,
+        policy: Policy,
+        view: DepthView | None = None,
+        *,
+        is_kept: bool = False,
+        max_tokens: int | None = None,
+    ) -> Measured:
         request = generate_request(
             self._model_id,
             prompt,
             raw=not self._is_chat,
             policy=policy,
-            max_tokens=self._max_tokens,
+            max_tokens=min(max_tokens or self._max_tokens, self._max_tokens),
             temperature=0.0,
             learn=None if is_kept else "never",
         )
