@@ -21,7 +21,7 @@ from bench.options import add_prompts, load, make_parser, parsed
 from bench.prompts import first_turns
 from bench.table import head, row
 from calibrator_service.calibration.plan import num_decoded_rows
-from calibrator_service.calibration.report.held_out import chain_agreement, table_figures
+from calibrator_service.calibration.report.held_out import chain_agreement, table_figures, tables_are_right
 from calibrator_service.calibration.states.chunk import StateChunks
 from calibrator_service.calibration.states.collect import Collector, LabelledSequence
 from calibrator_service.calibration.text.engine_writer import EngineWriter
@@ -67,7 +67,7 @@ def print_table(
         vocabulary = DraftVocabulary.of(loaded, ladder.draft_vocabulary)
         with torch.inference_mode():
             heads = {layer_exit.depth: layer_exit.head for layer_exit in ladder.exits}
-            found = chain_agreement(ladder, heads, chunks, sequences, vocabulary)
+            found = chain_agreement(tables_are_right(ladder, sequences), heads, chunks, vocabulary, loaded.num_layers)
         keys = [f"agreement_{place}" for place in (*PLACES, "1_beside_tables")]
         for depth, own in found.items():
             row(name, exit_name(depth), own["positions"], *(f"{own[key]:.3f}" for key in keys))

@@ -185,15 +185,13 @@ def products(options: Options) -> Figures:
         figures |= {f"{name} / vendor's, {count}": taken[name] / taken["vendor's"] for name in ("own", *KINDS)}
     experts, choices, *size = EXPERTS[options.device]
     held = torch.randn(experts, *size, dtype=dtype, device=device)
-    for count in (1, 16):
+
+    def chosen(count: int) -> Callable[[], Tensor]:
         x = torch.randn(count, size[1], dtype=dtype, device=device)
         index = torch.rand(count, experts, device=device).topk(choices).indices
+        return lambda: expert_linear(x, [held], index, grouped(index, experts, LEAST_TOKENS), size[0])
 
-        def chosen(x: Tensor = x, index: Tensor = index) -> None:
-            expert_linear(x, [held], index, grouped(index, experts, LEAST_TOKENS), size[0])
-
-        figures[f"experts, us, {count}"] = stopwatch(device, 20).times_us({"": chosen})[""]
-    return figures
+    return figures | stopwatch(device, 20).times_us({f"experts, us, {count}": chosen(count) for count in (1, 16)})
 
 
 def kernels(_: Options) -> Figures:

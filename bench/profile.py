@@ -27,14 +27,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 from bench.answers import answer_all
 from bench.gpu import weight_bytes
 from bench.machine import described
 from bench.options import add_dtypes, each_model, load, make_parser
 from bench.prompts import DEFAULT_FILE, first_turns
-from bench.stopwatch import medians_s
+from bench.stopwatch import ClockStopwatch, medians_s
 from bench.table import head, row
 from shared import ops
 from shared.engine import step as step_module
@@ -162,8 +160,7 @@ def cells(samples: Sequence[Sample]) -> list[str]:
 def against_reading(loaded: LoadedModel, step_s: float) -> str:
     """A step of one token beside all threads reading as many bytes as its matrices have, the median of nine times."""
     num_bytes = weight_bytes(loaded.model)
-    read = torch.ones(num_bytes // 4)
-    reading_s = medians_s({"": read.sum}, 9)[""]
+    reading_s = medians_s({"": ClockStopwatch(9).floor(num_bytes)}, 9)[""]
     share = reading_s / step_s
     return f"reading {num_bytes / 1e6:.0f} MB takes {1e3 * reading_s:.1f} ms: {share:.2f} of a step of one token"
 

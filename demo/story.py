@@ -124,7 +124,7 @@ class Story:
                 return
             for prompt in MEASURED:
                 self._system.check()
-                self.on_trial.append(self._ask(prompt, EXACT, max_tokens=TRIAL_TOKENS))
+                self.on_trial.append(self._ask(prompt, EXACT, max_tokens=min(TRIAL_TOKENS, self._max_tokens)))
         say(f"after {len(self.on_trial)} requests: {change.reason}")
 
     def _check_jobs(self) -> None:
@@ -174,14 +174,14 @@ class Story:
         view: DepthView | None = None,
         *,
         is_kept: bool = False,
-        max_tokens: int | None = None,
+        max_tokens: int = 0,
     ) -> Measured:
         request = generate_request(
             self._model_id,
             prompt,
             raw=not self._is_chat,
             policy=policy,
-            max_tokens=min(max_tokens or self._max_tokens, self._max_tokens),
+            max_tokens=max_tokens or self._max_tokens,
             temperature=0.0,
             learn=None if is_kept else "never",
         )
@@ -214,7 +214,7 @@ def kind_table(pairs: Sequence[Pair]) -> Table:
     return table
 
 
-def lines_of(pairs: Sequence[Pair], on_trial: Sequence[Measured] = ()) -> list[Line]:
+def lines_of(pairs: Sequence[Pair], on_trial: Sequence[Measured]) -> list[Line]:
     """For the picture: speeds at full depth, and of each router."""
     timed = [pair for pair in pairs if pair.has_speed]
     lines = [Line("full", COLOURS["full"], _points(pair.full for pair in timed))]

@@ -12,7 +12,12 @@ import structlog
 
 from calibrator_service.calibration.plan import resolve
 from calibrator_service.calibration.ranks import Ranks
-from calibrator_service.calibration.report.held_out import chain_agreement, held_out_report, joint_figures
+from calibrator_service.calibration.report.held_out import (
+    chain_agreement,
+    held_out_report,
+    joint_figures,
+    tables_are_right,
+)
 from calibrator_service.calibration.report.relaxed import relaxed_figures
 from calibrator_service.calibration.report.speed import speed_figures
 from calibrator_service.calibration.report.worth import without_unpaid
@@ -250,8 +255,11 @@ def chosen_heads(
         return own, None
     theirs = DraftVocabulary.of(run.loaded, parent.heads.vocabulary), dict(parent.heads.by_depth)
     if own is not None:
+        chunks, layers = material.chunks["confidence"], run.loaded.num_layers
+        helped = tables_are_right(tables, material.table_sequences["confidence"])
         figures = {
-            name: tokens_per_pass(material, tables, *heads) for name, heads in (("own", own), ("parents", theirs))
+            name: tokens_per_pass(chain_agreement(helped, heads, chunks, vocabulary, layers))
+            for name, (vocabulary, heads) in (("own", own), ("parents", theirs))
         }
         log.info("tokens a pass with heads of its own, and with the parent's", **figures)
         run.figures |= {f"heads.{name}.tokens_per_pass": figure for name, figure in figures.items()}
@@ -260,14 +268,12 @@ def chosen_heads(
     return theirs, parent.heads_blob
 
 
-def tokens_per_pass(
-    material: TrainingData, tables: Ladder, vocabulary: DraftVocabulary, heads: Mapping[int, ExitHead]
-) -> float:
-    """On the confidence split, if a token takes a pass unless the tables or the best head's first draft is right."""
-    chunks, sequences = material.chunks["confidence"], material.table_sequences["confidence"]
+def tokens_per_pass(along_chains: Mapping[int, Mapping[str, float]]) -> float:
+    """By the figures of `chain_agreement`, if a token takes a pass unless the tables or the best head's first draft is
+    right."""
     missed = [
         figures["positions_beside_tables"] * (1 - figures["agreement_1_beside_tables"]) / max(figures["positions"], 1)
-        for figures in chain_agreement(tables, heads, chunks, sequences, vocabulary).values()
+        for figures in along_chains.values()
     ]
     return 1 / max(min(missed, default=1.0), 1e-3)
 

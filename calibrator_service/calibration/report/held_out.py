@@ -47,7 +47,8 @@ def held_out_report(
     run.report("evaluating", 0.95)
     proposers |= exit_figures(ladder, material.chunks["report"], vocabulary, run.spec.label)
     heads = {layer_exit.depth: layer_exit.head for layer_exit in ladder.exits}
-    for depth, figures in chain_agreement(ladder, heads, material.chunks["report"], held_out, vocabulary).items():
+    helped, layers = tables_are_right(ladder, held_out), run.loaded.num_layers
+    for depth, figures in chain_agreement(helped, heads, material.chunks["report"], vocabulary, layers).items():
         name = exit_name(depth)
         log.info("agreement along chains", proposer=name, **figures)
         proposers[name] |= figures
@@ -120,20 +121,19 @@ CHAINS_PER_PASS = 1024
 
 
 def chain_agreement(
-    tables: Ladder,
+    helped: Tensor,
     heads: Mapping[int, ExitHead],
     chunks: Sequence[StateChunk],
-    sequences: Sequence[LabelledSequence],
     vocabulary: DraftVocabulary,
+    num_layers: int,
 ) -> dict[int, dict[str, float]]:
     """By depth: "agreement_1" .. "agreement_4", the share of chains whose first .. fourth draft is the full model's
     choice, and "agreement_1_beside_tables" .., the same where the tables' draft is wrong or missing. "positions" and
     "positions_beside_tables": the numbers of chains.
 
-    Every position begins a chain of the sequence's own tokens. `sequences` are those of the chunks, in the same order,
-    or the first of them. Choices outside the draft vocabulary count as missed.
+    Every position begins a chain of the sequence's own tokens. `helped`: by `tables_are_right`, of the sequences of the
+    chunks, in the same order, or of the first of them. Choices outside the draft vocabulary count as missed.
     """
-    helped = torch.cat([_tables_are_right(tables, sequence) for sequence in sequences])
     figures: dict[int, dict[str, float]] = {}
     for depth, head in heads.items():
         # [2, NUM_PLACES]: of all chains, and of those that the tables do not help.
@@ -145,7 +145,7 @@ def chain_agreement(
             beside = ~labelled[chunk.usable[: len(labelled)]]
             start += len(chunk.usable)
             for index in torch.arange(len(beside)).split(CHAINS_PER_PASS):
-                outputs = chain_outputs(depth, head, chunk, index, vocabulary, tables.model.num_layers)
+                outputs = chain_outputs(depth, head, chunk, index, vocabulary, num_layers)
                 for place, output in enumerate(outputs):
                     positions = output.positions.cpu()
                     agrees = (output.logits.argmax(-1) == output.choices).cpu()
@@ -165,12 +165,13 @@ def chain_agreement(
     return figures
 
 
-def _tables_are_right(ladder: Ladder, sequence: LabelledSequence) -> Tensor:
-    """Whether the tables' draft is the full model's choice, for the sequence's labelled positions [N] bool."""
+def tables_are_right(ladder: Ladder, sequences: Iterable[LabelledSequence]) -> Tensor:
+    """Whether the tables' draft is the full model's choice, for the sequences' labelled positions [N] bool."""
     is_right = []
-    for drafts, choice in table_positions(ladder, sequence):
-        best = max(drafts, key=lambda draft: draft.probability, default=None)
-        is_right.append(best is not None and best.token == choice)
+    for sequence in sequences:
+        for drafts, choice in table_positions(ladder, sequence):
+            best = max(drafts, key=lambda draft: draft.probability, default=None)
+            is_right.append(best is not None and best.token == choice)
     return torch.tensor(is_right, dtype=torch.bool)
 
 

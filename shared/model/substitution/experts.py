@@ -133,6 +133,16 @@ def _gate(module: nn.Module, names: Sequence[str]) -> str | None:
     return None
 
 
+def added(outputs: Tensor, shares: Tensor) -> Tensor:
+    """The sum [T, N] of each token's experts in float32, in the order of its choices, of what they made of it
+    [T * k, N], by shares [T, k]."""
+    parts = outputs.view(*shares.shape, -1).float() * shares[..., None].float()
+    total = parts[:, 0]
+    for choice in range(1, shares.shape[1]):
+        total = total + parts[:, choice]
+    return total.to(outputs.dtype)
+
+
 def _one_by_one(module: nn.Module, names: Sequence[str], stored: Sequence[Stacked]) -> Callable[..., Tensor]:
     settings: Any = module
     into, out_of = (
@@ -141,7 +151,7 @@ def _one_by_one(module: nn.Module, names: Sequence[str], stored: Sequence[Stacke
     act = row_invariant(settings._apply_gate if settings.has_gate else settings.act_fn)
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        num_tokens, num_choices = top_k_index.shape
+        num_choices = top_k_index.shape[1]
         chosen = top_k_index.flatten()
         # Stable, so that the tokens of an expert stay in order. Numbers beyond the last expert stand for none.
         order = torch.argsort(chosen, stable=True)
@@ -154,11 +164,7 @@ def _one_by_one(module: nn.Module, names: Sequence[str], stored: Sequence[Stacke
                 inner = act(into(hidden_states[places // num_choices], expert))
                 outputs[places] = out_of(inner, expert)
                 begin += count
-        shares = outputs.view(num_tokens, num_choices, -1) * top_k_weights[..., None]
-        total = shares[:, 0]
-        for choice in range(1, num_choices):
-            total = total + shares[:, choice]
-        return total.to(hidden_states.dtype)
+        return added(outputs, top_k_weights)
 
     return forward
 

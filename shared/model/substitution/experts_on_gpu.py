@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shared.model.substitution.experts import matrix_names
+from shared.model.substitution.experts import added, matrix_names
 from shared.model.substitution.match import Unsuitable
 from shared.model.weights.lazy import as_parameter, lazy
 from shared.ops.blocks import LAYOUTS, Blocks
@@ -44,11 +44,7 @@ class GroupedExperts(nn.Module):
         inner = self._multiply(*into, hidden_states, top_k_index, grouping)
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
         outputs = self._multiply(*out_of, inner, top_k_index, grouping)
-        shares = outputs.view(*top_k_index.shape, -1).float() * top_k_weights[..., None].float()
-        total = shares[:, 0]
-        for choice in range(1, top_k_index.shape[1]):
-            total = total + shares[:, choice]
-        return total.to(hidden_states.dtype)
+        return added(outputs, top_k_weights)
 
     def _multiply(self, name: str, rows: int, kind: str, x: Tensor, index: Tensor, grouping: Grouping) -> Tensor:
         names = [f"{name}_{part}" for part in Blocks._fields] if kind else [name]

@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,19 +59,17 @@ def test_a_pool_whose_own_head_is_better_gets_it(counting, tmp_path, monkeypatch
     assert child.statistics.moments == {}
 
 
-def test_heads_are_compared_by_tokens_a_pass(monkeypatch):
+def test_heads_are_compared_by_tokens_a_pass():
     """Of 100 tokens 60 are right by the tables; of the others the better head knows a quarter."""
     found = {
         depth: {"positions": 100, "positions_beside_tables": 40, "agreement_1_beside_tables": share}
         for depth, share in ((0, 0.25), (3, 0.1))
     }
-    monkeypatch.setattr(pipeline, "chain_agreement", lambda *given: found)
-    material = SimpleNamespace(chunks={"confidence": ()}, table_sequences={"confidence": ()})
-    assert pipeline.tokens_per_pass(material, None, None, {}) == pytest.approx(1 / 0.3)
+    assert pipeline.tokens_per_pass(found) == pytest.approx(1 / 0.3)
     found[3]["positions_beside_tables"] = 0
-    assert pipeline.tokens_per_pass(material, None, None, {}) == 1000.0  # a text that is repeated has no pass
+    assert pipeline.tokens_per_pass(found) == 1000.0  # a text that is repeated has no pass
     found.clear()
-    assert pipeline.tokens_per_pass(material, None, None, {}) == 1.0
+    assert pipeline.tokens_per_pass(found) == 1.0
 
 
 def test_generations_of_a_pool_have_the_heads_of_the_first(counting, tmp_path, monkeypatch):

@@ -55,6 +55,15 @@ def launched(launch: str, calls: list[dict[str, Any]], folder: Path, source: Pat
     return results
 
 
+def planted(source: Path, right: str, wrong: str, folder: Path) -> Path:
+    """The kernels of `source` with a bug: a text that stands there once is another one."""
+    text = source.read_text()
+    assert text.count(right) == 1
+    changed = folder / source.name
+    changed.write_text(text.replace(right, wrong))
+    return changed
+
+
 @cache
 def _interpreter() -> subprocess.Popen[str]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared.ops import paged_on_gpu, reference
 from shared.ops.paged_tiles import num_pieces
-from tests.shared.ops.interpreted import SOURCE, Call, interpreted
+from tests.shared.ops.interpreted import SOURCE, Call, interpreted, planted
 from tests.shared.ops.paged_passes import CLOSE, WRONG_ARGUMENTS, Pass, drawn_pass
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
@@ -113,10 +113,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
     right, wrong, case = BUGS[bug]
-    text = SOURCE.read_text()
-    assert text.count(right) == 1
-    source = tmp_path / "paged_kernel.py"
-    source.write_text(text.replace(right, wrong))
+    source = planted(SOURCE, right, wrong, tmp_path)
     with pytest.raises(AssertionError):
         check(next(name for name in CASES if name.startswith(case)), tmp_path, source)
 

@@ -14,7 +14,7 @@ from shared.ops import products
 from shared.ops.blocks import LAYOUTS, arranged, joined, widened
 from shared.ops.products import blocks_linear, invariant_linear
 from tests.shared.ops.drawn_blocks import drawn_blocks, numbers_of
-from tests.shared.ops.interpreted import PRODUCTS, launched
+from tests.shared.ops.interpreted import PRODUCTS, launched, planted
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
@@ -109,10 +109,7 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
     right, wrong, case = BUGS[bug]
-    text = PRODUCTS.read_text()
-    assert text.count(right) == 1
-    source = tmp_path / "product_kernel.py"
-    source.write_text(text.replace(right, wrong))
+    source = planted(PRODUCTS, right, wrong, tmp_path)
     with pytest.raises(AssertionError):
         check(next(name for name in CASES if name.startswith(case)), tmp_path, source)
 

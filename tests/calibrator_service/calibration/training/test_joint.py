@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from calibrator_service.calibration import pipeline
-from calibrator_service.calibration.report.held_out import chain_agreement, joint_figures
+from calibrator_service.calibration.report.held_out import chain_agreement, joint_figures, tables_are_right
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
@@ -188,7 +188,8 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
 
     # The figures along chains put exits and tables of the same positions side by side, too.
     heads = {layer_exit.depth: layer_exit.head for layer_exit in ladder.exits}
-    figures = chain_agreement(ladder, heads, collector.chunks("confidence"), labelled, vocabulary)
+    helped, layers = tables_are_right(ladder, labelled), ladder.model.num_layers
+    figures = chain_agreement(helped, heads, collector.chunks("confidence"), vocabulary, layers)
     for layer_exit in ladder.exits:
         beside = [
             next(d for d in said if d.proposer == layer_exit.name).token == choice
