@@ -50,7 +50,7 @@ def build_tokenizer(more_merges: Sequence[tuple[str, str]] = ()) -> hf.PreTraine
     return fast
 
 
-def build_model(seed: int = 0, vocabulary_size: int = 263) -> hf.PreTrainedModel:
+def build_model(seed: int = 0, vocabulary_size: int = 263, initializer_range: float = 0.3) -> hf.PreTrainedModel:
     torch.manual_seed(seed)
     config = hf.LlamaConfig(
         vocab_size=vocabulary_size,
@@ -60,16 +60,16 @@ def build_model(seed: int = 0, vocabulary_size: int = 263) -> hf.PreTrainedModel
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT_LENGTH,
-        initializer_range=0.3,
+        initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=EOS,
     )
     return hf.AutoModelForCausalLM.from_config(config).eval().float()
 
 
-def save_model(folder: Path, seed: int = 0) -> Path:
+def save_model(folder: Path, seed: int = 0, initializer_range: float = 0.3) -> Path:
     """A Hugging Face folder that `load_model` reads."""
-    build_model(seed).save_pretrained(folder)
+    build_model(seed, initializer_range=initializer_range).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder
 

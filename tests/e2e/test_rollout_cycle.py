@@ -33,12 +33,23 @@ SHARE_PER_MILLE = 300
 STAGE_TIMEOUT_S = 120.0
 
 
+def ask(client: NeapClient, request_id: str, policy: str = "exact") -> tuple[int, tuple[int, ...]]:
+    depth = FULL if policy == "full" else EXACT
+    request = request_of(12, text="hello hello hello", depth=depth)
+    stream = client.generate(request, request_id=request_id, timeout_s=30)
+    started = next(stream).started
+    list(stream)
+    return started.router_version, tuple(stream.token_ids)
+
+
 class Load:
     """Clients that ask one worker after the other, each request of the same text, and keep which version answered
-    whom."""
+    whom. `ask` returns the version and the tokens of an answer."""
 
-    def __init__(self, addresses: list[str]) -> None:
-        self._addresses = addresses
+    def __init__(
+        self, addresses: list[str], ask: Callable[[NeapClient, str], tuple[int, tuple[int, ...]]] = ask
+    ) -> None:
+        self._addresses, self._ask = addresses, ask
         self._ids = count()
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -64,7 +75,7 @@ class Load:
                 with self._lock:
                     request_id = f"request-{next(self._ids)}"
                 try:
-                    version, tokens = ask(client, request_id)
+                    version, tokens = self._ask(client, request_id)
                 except NeapError as error:
                     self.failures.append(error)
                     return
@@ -87,15 +98,6 @@ class Load:
             assert not self.failures, self.failures
             assert time.monotonic() < deadline_s, Counter(version for *_, version in latest)
             time.sleep(0.05)
-
-
-def ask(client: NeapClient, request_id: str, policy: str = "exact") -> tuple[int, tuple[int, ...]]:
-    depth = FULL if policy == "full" else EXACT
-    request = request_of(12, text="hello hello hello", depth=depth)
-    stream = client.generate(request, request_id=request_id, timeout_s=30)
-    started = next(stream).started
-    list(stream)
-    return started.router_version, tuple(stream.token_ids)
 
 
 def all_served(version: int) -> Callable[[list[tuple[str, int, int]]], bool]:
