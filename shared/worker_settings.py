@@ -84,7 +84,7 @@ class WorkerSettings(ServiceSettings):
         "above 65504. Formats other than auto's need neap's attention on a CPU; a model that runs another is refused "
         "at start.",
     )
-    cpu_path: Literal["auto", "avx512bf16", "avx512", "avx2", "portable", "i8mm", "dotprod", "neon"] = Field(
+    cpu_path: Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "portable", "i8mm", "dotprod", "neon"] = Field(
         default="auto",
         description="Instruction set of neap's CPU kernels. auto: the widest that the processor has. Their results "
         "differ in the last bits, so workers on machines of several kinds give the same answers only if all of them "

@@ -2,9 +2,13 @@
 //
 // The choice follows the processor's features and nothing else: instruction sets differ in the last bits of their
 // results, so machines of one kind must choose alike (decision 003). Each set asks for exactly what its object is
-// compiled with: ISA_FLAGS in shared/ops/build.py.
+// compiled with, ISA_FLAGS in shared/ops/build.py, and `amx` for its unit besides.
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #elif defined(__aarch64__)
@@ -20,7 +24,10 @@ namespace neap {
 #if defined(__x86_64__)
 namespace avx2 { const Kernels& table(); }
 namespace avx512 { const Kernels& table(); }
-namespace avx512bf16 { const Kernels& table(); }
+namespace avx512bf16 {
+const Kernels& table();
+const Kernels& amx_table();
+}  // namespace avx512bf16
 #endif
 #if defined(__aarch64__)
 namespace i8mm { const Kernels& table(); }
@@ -40,6 +47,20 @@ bool has_f16c() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 }
+
+// Whether there is a matrix unit for bytes, and the system lets this process use its registers. Threads whose signals
+// have too small a stack for them make it refuse.
+bool has_amx() {
+#if defined(__linux__)
+  constexpr unsigned kTileAndInt8 = 3u << 24;
+  constexpr int kRequestFeature = 0x1023, kTileData = 18;
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kTileAndInt8) == kTileAndInt8 &&
+         syscall(SYS_arch_prctl, kRequestFeature, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 #elif defined(__aarch64__) && defined(__APPLE__)
 bool has(const char* feature) {
   int value = 0;
@@ -55,7 +76,7 @@ bool has_dotprod() { return has(AT_HWCAP, 1ul << 7 | 1ul << 8 | 1ul << 12 | 1ul 
 bool has_i8mm() { return has(AT_HWCAP2, 1ul << 13 | 1ul << 14); }
 #endif
 
-constexpr int kSets = 4;
+constexpr int kSets = 5;
 
 // The kernels of the rank-th widest instruction set, or null if this machine does not have it.
 const Kernels* candidate(int rank) {
@@ -63,12 +84,11 @@ const Kernels* candidate(int rank) {
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
-  if (rank == 0)
-    return has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")
-               ? &avx512bf16::table()
-               : nullptr;
-  if (rank == 1) return has_avx512 ? &avx512::table() : nullptr;
-  if (rank == 2) return has_avx2 ? &avx2::table() : nullptr;
+  const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  if (rank == 0) return has_bf16 && has_amx() ? &avx512bf16::amx_table() : nullptr;
+  if (rank == 1) return has_bf16 ? &avx512bf16::table() : nullptr;
+  if (rank == 2) return has_avx512 ? &avx512::table() : nullptr;
+  if (rank == 3) return has_avx2 ? &avx2::table() : nullptr;
 #endif
 #if defined(__aarch64__)
   if (rank == 0) return has_dotprod() && has_i8mm() ? &i8mm::table() : nullptr;

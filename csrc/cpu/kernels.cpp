@@ -11,12 +11,15 @@
 
 namespace neap::NEAP_ISA {
 
-const Kernels& table() {
-  static constexpr Kernels kernels = {
-      .name = NEAP_STRINGIFY(NEAP_ISA),
+namespace {
+
+template <bool kHasUnit>
+constexpr Kernels table_of(const char* name) {
+  return {
+      .name = name,
       .dequantise = dequantise,
       .linear_items = linear_items,
-      .linear = linear,
+      .linear = linear<kHasUnit>,
       .row_norm = row_norm,
       .activate = activate_numbers,
       .rotary = rotary,
@@ -37,7 +40,21 @@ const Kernels& table() {
       .route_finish = route_finish,
       .choose = choose,
   };
+}
+
+}  // namespace
+
+const Kernels& table() {
+  static constexpr Kernels kernels = table_of<false>(NEAP_STRINGIFY(NEAP_ISA));
   return kernels;
 }
+
+#if defined(NEAP_AVX512VNNI)
+// The same with the matrix unit, for processors that have one.
+const Kernels& amx_table() {
+  static constexpr Kernels kernels = table_of<true>("amx");
+  return kernels;
+}
+#endif
 
 }  // namespace neap::NEAP_ISA

@@ -3,6 +3,9 @@
 #include <cstdlib>
 
 #include "bfloat_tile.h"
+#if defined(NEAP_AVX512VNNI)
+#include "amx.h"
+#endif
 #include "rounded.h"
 
 namespace neap::NEAP_ISA {
@@ -248,31 +251,48 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
   }
 }
 
+#if defined(NEAP_AVX512VNNI)
+// As multiply_panels, by the matrix unit. `release_unit` follows.
+inline void multiply_by_unit(const LinearArgs& args, const Matrix& matrix, const Inputs& x, int64_t rows, int64_t first,
+                             int64_t panels, const uint8_t* next, float* c) {
+  kUnitProducts[matrix.format - kQ4_0](matrix, args.in_features, x.rows, x.stride, rows, first, panels, next, c);
+}
+#else
+constexpr auto multiply_by_unit = multiply_panels;
+constexpr int64_t kLeastUnitRows = kNever, kUnitPanels = 0;
+inline void release_unit() {}
+#endif
+
 // Rows [row, row + rows), at most kRowChunk of them, times output panels [begin, end).
+template <bool kHasUnit>
 inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   const Inputs x = inputs_of(args, row, rows);
   const Matmul& matmul = matmul_for(args.weight, x.kind);
   alignas(64) float c[kChunkFloats], up[kChunkFloats];
+  const bool by_unit = kHasUnit && x.kind == kGroups && rows >= kLeastUnitRows && args.in_features > 0;
+  const auto multiply = by_unit ? multiply_by_unit : multiply_panels;
   // As many panels as tiles take, and as the buffers hold.
   const int64_t tiles = rows == 1 || args.best ? kTilesInTurn : 1;
-  const int64_t group =
-      max64(1, min64(tiles * matmul.panels((int)RowTiles(rows).height), kChunkFloats / (rows * kPanel)));
+  const int64_t wanted = by_unit ? kUnitPanels : tiles * matmul.panels((int)RowTiles(rows).height);
+  const int64_t group = max64(1, min64(wanted, kChunkFloats / (rows * kPanel)));
   for (int64_t unit = begin; unit < end; unit += group) {
     const int64_t panels = min64(group, end - unit);
     const uint8_t* following = args.weight.panels + (unit + panels) * args.weight.panel_bytes;
     if (args.gated) {
-      multiply_panels(args, args.weight, x, rows, unit, panels, args.up.panels + unit * args.up.panel_bytes, c);
-      multiply_panels(args, args.up, x, rows, unit, panels, following, up);
+      multiply(args, args.weight, x, rows, unit, panels, args.up.panels + unit * args.up.panel_bytes, c);
+      multiply(args, args.up, x, rows, unit, panels, following, up);
     } else {
-      multiply_panels(args, args.weight, x, rows, unit, panels, following, c);
+      multiply(args, args.weight, x, rows, unit, panels, following, c);
     }
     if (args.best) keep_best(args, c, panels, unit, row, rows);
     else
       for (int64_t p = 0; p < panels; ++p)
         finish_panel(args, c + p * kPanel, up + p * kPanel, panels * kPanel, unit + p, row, rows);
   }
+  if (by_unit) release_unit();
 }
 
+template <bool kHasUnit>
 inline void linear(const LinearArgs& args, int64_t items, int64_t begin, int64_t end) {
   const int64_t units = ceil_div(args.out_features, kPanel), splits = items / units;
   const int64_t split_rows = ceil_div(args.rows, splits);
@@ -280,7 +300,7 @@ inline void linear(const LinearArgs& args, int64_t items, int64_t begin, int64_t
     const int64_t split = item / units, first = item % units, last = min64(units, first + end - item);
     const int64_t stop = min64(args.rows, (split + 1) * split_rows);
     for (int64_t row = split * split_rows; row < stop; row += kRowChunk)
-      linear_chunk(args, row, min64(kRowChunk, stop - row), first, last);
+      linear_chunk<kHasUnit>(args, row, min64(kRowChunk, stop - row), first, last);
     item += last - first;
   }
 }

@@ -33,7 +33,7 @@ log = structlog.get_logger("neap.model")
 # Tokens of the passes that are compared: a prompt in two pieces, one token, and a few beside another sequence's.
 _PIECE, _PROMPT, _FEW, _OTHER = 2, 19, 4, 6
 # Paths that give the bits of a narrower one: always, and unless inputs of matmuls are rounded to bfloat16.
-_ALIKE = {"dotprod": "neon"}
+_ALIKE = {"dotprod": "neon", "amx": "avx512bf16"}
 _ALIKE_UNROUNDED = {"avx512bf16": "avx512", "i8mm": "neon"}
 
 

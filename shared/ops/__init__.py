@@ -249,7 +249,7 @@ def ragged_contiguous_attention(
 
 
 def cpu_isa() -> str:
-    """The instruction set in use, such as "avx2" or "i8mm": a name of `build.ISA_FLAGS`."""
+    """The instruction set in use, such as "avx2" or "i8mm": a name of `build.ISA_FLAGS` or `build.WITHIN`."""
     begin_call()
     name: str = torch.ops.neap.cpu_isa()
     return name

@@ -99,6 +99,8 @@ ISA_FLAGS = {
     "dotprod": "-DNEAP_NEON -DNEAP_DOTPROD -march=armv8.2-a+dotprod",
     "i8mm": "-DNEAP_NEON -DNEAP_DOTPROD -DNEAP_I8MM -march=armv8.2-a+dotprod+i8mm+bf16",
 }
+# Sets whose kernels stand in another one's object, by that one's name.
+WITHIN = {"amx": "avx512bf16"}
 _X86, _ARM = ("portable", "avx2", "avx512", "avx512bf16"), ("neon", "dotprod", "i8mm")
 # By the names that systems have for an architecture. Any other is served by portable code.
 ISAS = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}

@@ -108,7 +108,12 @@ def test_formats_that_change_bits_change_the_id() -> None:
 
 @pytest.mark.parametrize(
     ("isa", "unrounded", "rounded"),
-    [("avx512bf16", "avx512", "avx512bf16"), ("i8mm", "neon", "i8mm"), ("dotprod", "neon", "neon")],
+    [
+        ("avx512bf16", "avx512", "avx512bf16"),
+        ("amx", "avx512", "avx512bf16"),
+        ("i8mm", "neon", "i8mm"),
+        ("dotprod", "neon", "neon"),
+    ],
 )
 def test_sets_that_give_the_same_bits_have_one_name(
     isa: str, unrounded: str, rounded: str, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from shared import ops
-from shared.ops.build import ISAS, build
+from shared.ops.build import ISAS, WITHIN, build
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,7 +23,15 @@ def _inference() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=ISAS.get(platform.machine(), ("portable",)))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "isa" in metafunc.fixturenames:
+        names = ISAS.get(platform.machine(), ("portable",))
+        # What stands in another set's object differs from it in these products alone.
+        within = [name for name, other in WITHIN.items() if other in names and "rounded" in metafunc.module.__name__]
+        metafunc.parametrize("isa", [*names, *within], indirect=True)
+
+
+@pytest.fixture
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     try:
         ops.set_cpu_isa(request.param)
