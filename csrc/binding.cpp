@@ -199,7 +199,8 @@ STABLE_TORCH_LIBRARY(neap, m) {
   m.def("experts(Tensor x, Tensor index, Tensor shares, Tensor table, str activation) -> Tensor");
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor block_tables, "
-      "Tensor table_indices, Tensor positions, float scaling, float softcap=0., int window=0) -> Tensor");
+      "Tensor table_indices, Tensor positions, float scaling, float softcap=0., int window=0, Tensor? sinks=None) -> "
+      "Tensor");
   m.def("tensor_table(Tensor[] tensors) -> Tensor");
   m.def("profile_layers(bool is_on) -> Tensor");
   m.def(

@@ -95,6 +95,16 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         moe_intermediate_size=24,
         norm_topk_prob=True,
     ),
+    # Sinks, and experts with biases, whose matrices are turned and whose gates are interleaved and clamped.
+    "gpt-oss-sliding": lambda: _llama_like(
+        hf.GptOssConfig,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        layer_types=ALTERNATING,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
     "gemma3-sliding": lambda: _llama_like(
         hf.Gemma3TextConfig, head_dim=8, sliding_window=5, layer_types=ALTERNATING, query_pre_attn_scalar=8
     ),

@@ -140,7 +140,7 @@ def memory(source: ModelSource, settings: WorkerSettings) -> Finding:
         first_mb = needed_mb + FIRST_MB + FIRST_SHARE * weights_mb
         detail = f"a worker takes {needed_mb:.0f} MB, and up to {first_mb:.0f} MB while it starts for the first time"
     facts |= {"needed_mb": round(needed_mb), "first_start_mb": round(first_mb)}
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         return Finding(name, "off", f"{detail}; {keys}; there is no usable GPU to compare with", facts=facts)
     free_mb = available_bytes(device) / 1e6
     fits = first_mb + facts["request_mb"] <= free_mb

@@ -125,6 +125,7 @@ def cuda_kernels(is_needed: bool, device: str = "cuda") -> Finding:
             name, "ok", f"{detail}; not run, because there is no usable GPU", driver_problem(built.cuda), facts
         )
     try:
+        check_device(device)
         check_card(torch.device(device))
         _run_a_kernel(device)
     except NeapError as error:

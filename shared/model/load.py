@@ -29,7 +29,7 @@ from shared.model.source import arguments_of, missing_model, size_mb
 from shared.model.weights.groups import scheme_of
 from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.on_device import TakenBlocks
-from shared.model.weights.quantised import dequantises, missing_package, quantisation
+from shared.model.weights.quantised import dequantises, missing_package, quantisation, settings_of
 from shared.model.weights.reading import CheckpointFiles, replaced, safetensors_replacements
 from shared.ops.cards import check_card
 from shared.ops.paged_on_gpu import has_triton
@@ -123,8 +123,11 @@ def _load_model(
         refuse_config(config)
         sharding = None if ranks is None else _sharding(config, ranks, model_id, where)
         scheme = scheme_of(config)
+        is_changed = scheme is not None or quantisation(config) == "mxfp4"
         if scheme is not None:  # neap reads the matrices, into modules of its own
             del config.quantization_config
+        elif is_changed:  # else transformers would run code from the hub, where it can
+            config.quantization_config = {**(settings_of(config) or {}), "dequantize": True}
         method = quantisation(config)
         on_cpu = device == "cpu"
         # On a CPU everything but the matrices is float32. Quantised modules compute in the dtype of their checkpoint.
@@ -141,7 +144,7 @@ def _load_model(
             default = sixteen_bits(torch.device(device)) if "gguf_file" in where else "auto"
             is_in_blocks = "gguf_file" in where or scheme is not None
             stays_in_blocks = _stays_in_blocks(is_in_blocks and accelerate, device, dtype)
-            kept = where if scheme is None else {**where, "config": config}
+            kept = {**where, "config": config} if is_changed else where
             model = _build(kept, torch.float32 if in_float32 or stays_in_blocks else dtype or default, sharding)
             # Matrices are packed while Python makes the tokenizer.
             with ThreadPoolExecutor(1, "neap-pack") as pool:
@@ -300,7 +303,8 @@ def _load_errors(source: str | Path, failure: str) -> Iterator[None]:
         log.warning("cannot load model", source=str(source), exc_info=True)
         package = missing_package(error)
         raise UnsupportedModel(
-            f"{source} needs the package {package}, which is not installed",
+            f"{source} needs the package {package}, which is not installed: install it, or take the model in 16 bits, as "
+            "a .gguf file, or as a folder of AWQ or GPTQ, which neap reads itself",
             reason="PACKAGE_MISSING",
             metadata={"source": str(source), "package": package},
         ) from error
@@ -331,6 +335,13 @@ def check_device(name: str, *, serves: bool = False) -> None:
         device = torch.device(name)
     except RuntimeError as error:
         raise InvalidInput(f"device is {name!r}; it must be cpu or cuda", reason="BAD_DEVICE") from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count > 0:
+        raise PreconditionFailed(
+            f"the device {name} cannot be used: the last GPU that this process sees is cuda:{count - 1}. Set --device, "
+            "or CUDA_VISIBLE_DEVICES if it hides others",
+            reason="DEVICE_UNAVAILABLE",
+        )
     try:
         torch.empty(1, device=device)
     # torch raises an AssertionError where it is built without CUDA.

@@ -23,6 +23,7 @@ def paged_attention(
     scaling: float | None = None,
     softcap: float = 0.0,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Writes the keys and values of T tokens to their blocks, then attends -> [T, Hq, Dv] contiguous, of q's dtype.
 
@@ -34,8 +35,8 @@ def paged_attention(
 
     A query sees positions [0, its own] of its sequence, or the last `window` of them if `window` is not 0. That
     includes those written by this call. No two tokens may have the same place. Query head h reads key head h // (Hq /
-    Hkv). `scaling` defaults to D ** -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). Sums are in
-    float32. The bits of a token's result do not depend on the other tokens of the pass.
+    Hkv). `scaling` defaults to D ** -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). `sinks` [Hq],
+    contiguous: scores of a key more, whose value is zero. Sums are in float32. The bits of a token's result do not depend on the other tokens of the pass.
 
     The result of a token whose block table, position or block does not exist is NaN: a check would need a
     synchronisation.
@@ -43,6 +44,6 @@ def paged_attention(
     begin_call(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = torch.ops.neap.paged_attention.default(
-        q, k, v, keys, values, block_tables, table_indices, positions, scale, softcap, window
+        q, k, v, keys, values, block_tables, table_indices, positions, scale, softcap, window, sinks
     )
     return out

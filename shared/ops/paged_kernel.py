@@ -147,14 +147,16 @@ def attend_piece(
 
 @triton.jit(do_not_specialize=VARYING)
 def attend(
-    q, keys, values, out, parts, marks, block_tables, table_indices, positions, work,
+    q, keys, values, sinks, out, parts, marks, block_tables, table_indices, positions, work,
     num_tokens, num_blocks, table_blocks, num_programs, num_entries, q_token, q_head, scale, softcap, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
     TOK: tl.constexpr, SPLIT: tl.constexpr, DP: tl.constexpr, DVP: tl.constexpr,
     TILE_HEADS: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, CAPPED: tl.constexpr, WIDENS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Programs (x) share the list of work, one tile of heads each (y). SPLIT: an entry is a piece, whose results go to
-    `parts` and `marks`; else it is a tile, and its pieces are joined here."""
+    `parts` and `marks`; else it is a tile, and its pieces are joined here. SINKS: to a key of score `sinks` [HEADS]
+    whose value is zero."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HEAD_TILES: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     kv_head = tl.program_id(1) // HEAD_TILES
@@ -200,6 +202,9 @@ def attend(
             most = tl.full((BR,), -float("inf"), tl.float32)
             whole = tl.zeros((BR,), tl.float32)
             joined = tl.zeros((BR, DVP), tl.float32)
+            if SINKS:
+                sink = tl.load(sinks + head, mask=of_group < GROUP, other=0.0)
+                most, whole = sink.to(tl.float32) * 1.4426950408889634, whole + 1.0
             for own in range(piece_of(least), piece_of(last) + 1):
                 largest, total, sums = attend_piece(
                     keys, values, block_tables, query, at, live, least, last, begin_of(own), begin_of(own + 1), table,
@@ -218,8 +223,8 @@ def attend(
 
 @triton.jit(do_not_specialize=VARYING)
 def join(
-    out, parts, marks, table_indices, positions, num_tables, table_blocks, num_entries, window,
-    HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, G: tl.constexpr,
+    sinks, out, parts, marks, table_indices, positions, num_tables, table_blocks, num_entries, window,
+    HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, G: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """A program per token (x) and query head (y): joins the pieces of a split tile as `attend` does."""
     token, dv = tl.program_id(0), tl.arange(0, DVP)
@@ -227,6 +232,8 @@ def join(
     if (at >= 0) & (at < table_blocks * G) & (table >= 0) & (table < num_tables):
         row = token.to(tl.int64) * HEADS + tl.program_id(1)
         most, whole = -float("inf"), 0.0
+        if SINKS:
+            most, whole = tl.load(sinks + tl.program_id(1)).to(tl.float32) * 1.4426950408889634, 1.0
         joined = tl.zeros((DVP,), tl.float32)
         place = at.to(tl.int32)
         last = piece_of(place)

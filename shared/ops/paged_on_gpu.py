@@ -55,17 +55,19 @@ def paged_attention(
     scaling: float,
     softcap: float = 0.0,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The op on a GPU: see `shared.ops.paged.paged_attention`. Raises `RuntimeError`, which names the argument."""
     check(q, k, v, keys, values, block_tables, table_indices, positions)
     if softcap < 0 or window < 0:
         raise RuntimeError("paged_attention: softcap and window must be at least 0 (0: none)")
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype not in DTYPES or not sinks.is_contiguous()):
+        raise RuntimeError(f"paged_attention: sinks must be contiguous floats [{q.shape[1]}]")
     places = block_tables, table_indices, positions
     if not has_triton():
-        return by_torch(q, k, v, keys, values, *places, scaling, softcap, window)
-    return by_kernels(
-        q, k, v, keys, values, *places, scaling, softcap, window, capability_of(q.device), _num_processors(q.device)
-    )
+        return by_torch(q, k, v, keys, values, *places, scaling, softcap, window, sinks)
+    card = capability_of(q.device), _num_processors(q.device)
+    return by_kernels(q, k, v, keys, values, *places, scaling, softcap, window, sinks, *card)
 
 
 def check(
@@ -138,6 +140,7 @@ def by_kernels(
     scaling: float,
     softcap: float,
     window: int,
+    sinks: Tensor | None,
     capability: int,
     num_processors: int,
     *,
@@ -155,7 +158,7 @@ def by_kernels(
         return out
     num_blocks, block_tokens = keys.shape[0], keys.shape[2]
     num_tables, table_blocks = block_tables.shape
-    tiles = Tiles(heads, kv_heads, width, value_width, block_tokens, q.dtype, softcap > 0, capability)
+    tiles = Tiles(heads, kv_heads, width, value_width, block_tokens, q.dtype, softcap > 0, capability, sinks is not None)
     most = num_pieces(table_blocks * block_tokens)
     if split is None:
         split = most > 1 and tokens * tiles.head_tiles <= MOST_SPLIT
@@ -172,13 +175,13 @@ def by_kernels(
     scale, cap = (scaling / softcap, softcap * LOG2_E) if softcap else (scaling * LOG2_E, 0.0)
     num_programs = min(tokens * num_entries, -(-PROGRAMS * num_processors // tiles.head_tiles))
     kernels.attend[(num_programs, tiles.head_tiles)](
-        q, keys, values, out, parts, marks, *places, work, tokens, num_blocks, table_blocks, num_programs, num_entries,
+        q, keys, values, q if sinks is None else sinks, out, parts, marks, *places, work, tokens, num_blocks, table_blocks, num_programs, num_entries,
         q.stride(0), q.stride(1), scale, cap, window, **tiles.attend(split),
         num_warps=tiles.warps, num_stages=tiles.stages, **kernels.OPTIONS,
     )  # fmt: skip
     if split:
         kernels.join[(tokens, heads)](
-            out, parts, marks, table_indices, positions, num_tables, table_blocks, num_entries, window, **tiles.join,
+            q if sinks is None else sinks, out, parts, marks, table_indices, positions, num_tables, table_blocks, num_entries, window, **tiles.join,
             num_warps=1, **kernels.OPTIONS,
         )  # fmt: skip
     return out
@@ -196,6 +199,7 @@ def by_torch(
     scaling: float,
     softcap: float,
     window: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The same by torch's products, over all positions that block tables have room for. Slow, but right."""
     num_blocks, kv_heads, block_tokens, _ = keys.shape
@@ -213,6 +217,8 @@ def by_torch(
     query = q.float().view(tokens, kv_heads, heads // kv_heads, width)
     largest = query.new_full((tokens, kv_heads, heads // kv_heads, 1), -torch.inf)
     total, sums = torch.zeros_like(largest), query.new_zeros(*query.shape[:3], values.shape[3])
+    if sinks is not None:
+        largest, total = sinks.float().view(1, kv_heads, -1, 1).expand_as(largest), total + 1
     step = max(1, TORCH_KEYS // block_tokens)
     for begin in range(0, table_blocks, step):
         blocks, exists = tables[:, begin : begin + step], is_there[:, begin : begin + step]

@@ -22,6 +22,7 @@ class Tiles:
     dtype: torch.dtype
     is_capped: bool
     capability: int
+    has_sinks: bool = False
 
     @property
     def widest(self) -> int:
@@ -84,13 +85,13 @@ class Tiles:
         """Constants of the kernel `attend`."""
         return self.enter(split) | {
             "TILE_HEADS": self.tile_heads, "BR": self.rows, "BK": self.keys, "CAPPED": self.is_capped,
-            "WIDENS": not self.multiplies,
+            "WIDENS": not self.multiplies, "SINKS": self.has_sinks,
         }  # fmt: skip
 
     @property
     def join(self) -> dict[str, Any]:
         """Constants of the kernel `join`."""
-        return {name: self.enter(True)[name] for name in ("HEADS", "DV", "DVP", "G")}
+        return {name: self.attend(True)[name] for name in ("HEADS", "DV", "DVP", "G", "SINKS")}
 
 
 def num_pieces(capacity: int) -> int:

@@ -54,8 +54,8 @@ def multiply(
     """out [T, N] = x [T, K] times weight [N, K], or a matrix in blocks if BITS is not 0, plus bias [N]. Programs: tiles
     of tokens (x) times tiles of rows (y). SPLIT: times pieces (z), whose sums go to `parts` [PIECES, T, N].
 
-    CHOICES: if not 0, the matrices of several experts lie one below the other, `all_rows` in all, and T is that of
-    choices: choice p takes row p // CHOICES of x. `places` [T] are choices sorted by expert, and `tiles` [3, number]
+    CHOICES: if not 0, the matrices of several experts lie one below the other, `all_rows` in all, as their biases do,
+    which pieces of programs of their own do not add; and T is that of choices: choice p takes row p // CHOICES of x. `places` [T] are choices sorted by expert, and `tiles` [3, number]
     say of each tile its expert, its first place and how many there are."""
     row = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = row < num_rows
@@ -133,7 +133,7 @@ def multiply(
         tl.store(parts + tl.program_id(2) * num_rows * numbers + place, whole, mask=held)
     else:
         if BIASED:
-            whole += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+            whole += tl.load(bias + held_row, mask=inside, other=0.0).to(tl.float32)[:, None]
         tl.store(out + place, whole.to(out.dtype.element_ty), mask=held)
 
 

@@ -39,8 +39,8 @@ def register() -> None:
     for name, arguments in {
         "invariant_linear": "Tensor x, Tensor weight, Tensor? bias",
         "blocks_linear": "Tensor x, Tensor low, Tensor high, Tensor scales, Tensor supers, Tensor? bias, str kind",
-        "expert_linear": "Tensor x, Tensor[] held, Tensor index, Tensor places, Tensor tiles, int size, int rows, "
-        "str kind",
+        "expert_linear": "Tensor x, Tensor[] held, Tensor? bias, Tensor index, Tensor places, Tensor tiles, int size, "
+        "int rows, str kind",
     }.items():
         torch.library.define(f"neap::{name}", f"({arguments}) -> Tensor")
     torch.library.define("neap::largest_shares", "(Tensor logits, int chosen, bool normed) -> (Tensor, Tensor)")
@@ -50,7 +50,7 @@ def register() -> None:
     torch.library.register_kernel("neap::expert_linear", "cpu", reference_experts)
     torch.library.register_kernel("neap::expert_linear", "cuda", _experts_on_gpu)
     torch.library.register_fake(
-        "neap::expert_linear", lambda x, held, index, places, tiles, size, rows, kind: x.new_empty(index.numel(), rows)
+        "neap::expert_linear", lambda x, held, bias, index, *others: x.new_empty(index.numel(), others[3])
     )
     torch.library.register_kernel("neap::invariant_linear", "cpu", reference_linear)
     torch.library.register_kernel("neap::invariant_linear", "cuda", _linear_on_gpu)
@@ -94,13 +94,19 @@ def grouped(index: Tensor, num_experts: int, size: int) -> Grouping:
 
 
 def expert_linear(
-    x: Tensor, held: Sequence[Tensor], index: Tensor, grouping: Grouping, rows: int, kind: str = ""
+    x: Tensor,
+    held: Sequence[Tensor],
+    index: Tensor,
+    grouping: Grouping,
+    rows: int,
+    kind: str = "",
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Row p // (S / R) of x [R, K] times the matrix of expert p of `index` [T, k], which has S numbers -> [S, N]. The
-    experts' matrices [N, K], N `rows`, lie one below the other in `held`: one tensor of x's dtype, contiguous, or
-    `Blocks` of a kind. `grouping`: of `index`."""
-    begin_call(x)
-    out: Tensor = torch.ops.neap.expert_linear.default(x, list(held), index, *grouping, rows, kind)
+    """Row p // (S / R) of x [R, K] times the matrix of expert p of `index` [T, k], which has S numbers, plus its row of
+    `bias` [E, N] -> [S, N]. The experts' matrices [N, K], N `rows`, lie one below the other in `held`: one tensor of
+    x's dtype, contiguous, or `Blocks` of a kind. `grouping`: of `index`."""
+    begin_call(x, bias)
+    out: Tensor = torch.ops.neap.expert_linear.default(x, list(held), bias, index, *grouping, rows, kind)
     return out
 
 
@@ -141,21 +147,30 @@ def _reference_blocks(
 
 
 def reference_experts(
-    x: Tensor, held: list[Tensor], index: Tensor, places: Tensor, tiles: Tensor, size: int, rows: int, kind: str
+    x: Tensor,
+    held: list[Tensor],
+    bias: Tensor | None,
+    index: Tensor,
+    places: Tensor,
+    tiles: Tensor,
+    size: int,
+    rows: int,
+    kind: str,
 ) -> Tensor:
     """Reads `index` alone: expert after expert, so that one matrix is wide at a time."""
-    _check_experts(x, held, index, Grouping(places, tiles, size), rows, kind)
+    _check_experts(x, held, bias, index, Grouping(places, tiles, size), rows, kind)
     chosen, width = index.flatten(), x.shape[1]
     out = x.new_zeros(len(chosen), rows)
     for expert in chosen.unique().tolist():
         own, at = slice(expert * rows, (expert + 1) * rows), (chosen == expert).nonzero()[:, 0]
         weight = widened(Blocks(*held), kind, width, own).to(x.dtype) if kind else held[0].view(-1, width)[own]
-        out[at] = reference_linear(x[at // (len(chosen) // len(x))], weight, None)
+        own_bias = None if bias is None else bias[expert]
+        out[at] = reference_linear(x[at // (len(chosen) // len(x))], weight, own_bias)
     return out
 
 
 def _check_experts(
-    x: Tensor, held: list[Tensor], index: Tensor, grouping: Grouping, rows: int, kind: str
+    x: Tensor, held: list[Tensor], bias: Tensor | None, index: Tensor, grouping: Grouping, rows: int, kind: str
 ) -> Tensor | Blocks:
     """The matrices, one below the other."""
     _demand(x.dim() == 2, "x must be [R, K]")
@@ -167,12 +182,19 @@ def _check_experts(
         blocks = Blocks(*held)
         check_blocks(x, blocks, kind, None)
         _demand(blocks.rows % rows == 0, f"{blocks.rows} rows are not those of experts of {rows}")
-        return blocks
-    weight = held[0]
-    _demand(weight.dim() == 3 and weight.shape[1] == rows, f"held has shape {list(weight.shape)}, want [E, {rows}, K]")
-    _check_weight(x, weight.view(-1, weight.shape[-1]))
-    check(x, weight.shape[-1], rows, None)
-    return weight.view(-1, weight.shape[-1])
+        found: Tensor | Blocks = blocks
+    else:
+        weight = held[0]
+        fits = weight.dim() == 3 and weight.shape[1] == rows
+        _demand(fits, f"held has shape {list(weight.shape)}, want [E, {rows}, K]")
+        found = weight.view(-1, weight.shape[-1])
+        _check_weight(x, found)
+        check(x, weight.shape[-1], rows, None)
+    if bias is not None:
+        shape = [(found.rows if isinstance(found, Blocks) else len(found)) // rows, rows]
+        fits = list(bias.shape) == shape and bias.dtype == x.dtype and bias.is_contiguous()
+        _demand(fits, f"bias must be {x.dtype} {shape} and contiguous")
+    return found
 
 
 def check(x: Tensor, width: int, rows: int, bias: Tensor | None) -> None:
@@ -215,7 +237,7 @@ def multiplied(
     kernels: Any = None,
 ) -> Tensor:
     """Launches the kernels for a device of this compute capability. `grouping`: of experts, with the rows of each, as
-    in `expert_linear`; then there is no bias. `split` and `tokens`: whether pieces of K are
+    in `expert_linear`, with whose bias no pieces are programs of their own. `split` and `tokens`: whether pieces of K are
     programs of their own, and the tokens of a tile, which change no bit. None: as is fastest."""
     if kernels is None:
         from shared.ops import product_kernel as kernels
@@ -235,7 +257,7 @@ def multiplied(
     tiles = ProductTiles(num_rows, width, LAYOUTS.get(kind), x.dtype, capability)
     size = tokens or count
     constants = tiles.constants(size, bias is not None) | {"CHOICES": choices}
-    constants["SPLIT"] = tiles.splits(count) if split is None else split
+    constants["SPLIT"] = (tiles.splits(count) if split is None else split) and (bias is None or grouping is None)
     _demand(grouping is None or constants["BT"] >= grouping.size, f"tiles of experts have {constants['BT']} choices")
     pieces, splits = constants["PIECES"], constants["SPLIT"]
     parts = x.new_empty(pieces * count * num_rows if splits else 1, dtype=torch.float32)
@@ -293,11 +315,19 @@ def _blocks_on_gpu(
 
 
 def _experts_on_gpu(
-    x: Tensor, held: list[Tensor], index: Tensor, places: Tensor, tiles: Tensor, size: int, rows: int, kind: str
+    x: Tensor,
+    held: list[Tensor],
+    bias: Tensor | None,
+    index: Tensor,
+    places: Tensor,
+    tiles: Tensor,
+    size: int,
+    rows: int,
+    kind: str,
 ) -> Tensor:
     grouping = Grouping(places, tiles, size)
-    weight = _check_experts(x, held, index, grouping, rows, kind)
-    return multiplied(x, weight, kind, None, capability_of(x.device), grouping=grouping, num_rows=rows)
+    weight = _check_experts(x, held, bias, index, grouping, rows, kind)
+    return multiplied(x, weight, kind, bias, capability_of(x.device), grouping=grouping, num_rows=rows)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:

@@ -140,6 +140,7 @@ def paged_attention(
     scaling: float,
     softcap: float = 0.0,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Writes tokens to blocks, then attends -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
     tokens, block_tokens, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
@@ -159,7 +160,8 @@ def paged_attention(
         scores = (q[token].float() * key).sum(-1) * scaling
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        out[token] = (scores.softmax(0)[..., None] * value).sum(0)
+        shares = scores.softmax(0) if sinks is None else torch.cat([scores, sinks.float()[None]]).softmax(0)[:-1]
+        out[token] = (shares[..., None] * value).sum(0)
     return out
 
 

@@ -1,6 +1,6 @@
 """Experts and their routers on a GPU: the choices of a pass are sorted by expert there, and one launch of our product
-multiplies all of them, by matrices as they are or in blocks. No number goes to the host, and no bit depends on
-company."""
+multiplies all of them, by matrices as they are or in blocks, and by gate and up apart where their blocks differ in
+kind. No number goes to the host, and no bit depends on company."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -28,10 +28,12 @@ class GroupedExperts(nn.Module):
     those of `BlocksLinear`."""
 
     has_gate: bool
+    is_transposed: bool
     act_fn: nn.Module
     _apply_gate: Callable[[Tensor], Tensor]
-    # Of each matrix its name, its rows and the kind of its blocks, empty if it is plain; choices of a tile at most.
-    matrices: tuple[tuple[str, int, str], tuple[str, int, str]]
+    # Of each matrix its name, and of its sections, one below the other, the rows and the kind of blocks, empty if it is
+    # plain; choices of a tile at most.
+    matrices: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
     most_choices: int
     own_class: type[nn.Module]
     num_matrices: int
@@ -46,46 +48,67 @@ class GroupedExperts(nn.Module):
         outputs = self._multiply(*out_of, inner, top_k_index, grouping)
         return added(outputs, top_k_weights)
 
-    def _multiply(self, name: str, rows: int, kind: str, x: Tensor, index: Tensor, grouping: Grouping) -> Tensor:
-        names = [f"{name}_{part}" for part in Blocks._fields] if kind else [name]
-        return expert_linear(x, [getattr(self, each) for each in names], index, grouping, rows, kind)
+    def _multiply(
+        self, name: str, sections: tuple[tuple[int, str], ...], x: Tensor, index: Tensor, grouping: Grouping
+    ) -> Tensor:
+        biases, first, made = getattr(self, f"{name}_bias", None), 0, []
+        for number, (rows, kind) in enumerate(sections):
+            if kind:
+                held = [getattr(self, f"{name}_{number}_{part}") for part in Blocks._fields]
+            else:
+                held = [_upright(self, getattr(self, name))]
+            bias = None if biases is None else biases[:, first : first + rows].contiguous()
+            made.append(expert_linear(x, held, index, grouping, rows, kind, bias))
+            first += rows
+        return made[0] if len(made) == 1 else torch.cat(made, -1)
+
+
+def _upright(module: nn.Module, weight: Tensor) -> Tensor:
+    """Matrices [E, N, K], which some modules hold turned."""
+    return weight.transpose(1, 2) if module.is_transposed else weight
 
 
 def groupable(module: nn.Module) -> tuple[str, str]:
     """The names of its matrices. Raises `Unsuitable`."""
-    settings: Any = module
     names = matrix_names(module)
-    if settings.is_transposed or {name for name, _ in module.named_parameters()} != set(names):
-        raise Unsuitable("its experts have biases, or hold their matrices turned")
+    biases = {f"{name}_bias" for name in names}
+    if {name for name, _ in module.named_parameters()} not in ({*names}, {*names} | biases):
+        raise Unsuitable("its experts have other parameters than matrices and biases")
     return names
 
 
-def group(module: nn.Module, blocks: Mapping[str, tuple[Blocks, str]]) -> None:
-    """Makes it `GroupedExperts`, in place. `blocks`: of its matrices, by name, and of which kind. Raises
-    `Unsuitable`."""
+def group(module: nn.Module, blocks: Mapping[str, Sequence[tuple[Blocks, str]]]) -> None:
+    """Makes it `GroupedExperts`, in place. `blocks`: of its matrices, by name, the sections, one below the other, and
+    of which kind each is. Raises `Unsuitable`."""
     settings: Any = module
     names = groupable(module)
     matrices, widest = [], MOST_TOKENS
     for name in names:
-        kind, parameter = blocks[name][1] if name in blocks else "", module.get_parameter(name)
-        settings.num_matrices, rows, width = parameter.shape
-        if not kind and not parameter.is_contiguous():
-            raise Unsuitable("its matrices are not contiguous")
+        parameter, held = module.get_parameter(name), blocks.get(name, ())
+        settings.num_matrices, rows, width = _upright(module, parameter).shape
+        if not held and not _upright(module, parameter).is_contiguous():
+            # It keeps its shape, and lies as the product reads it.
+            turned = _upright(module, parameter.detach()).contiguous()
+            module._parameters[name] = as_parameter(_upright(module, turned))
         capability = capability_of(parameter.device) if parameter.is_cuda else _CAPABILITY
-        tiles = ProductTiles(rows, width, LAYOUTS.get(kind), parameter.dtype, capability)
-        widest = min(widest, tiles.tile_tokens(MOST_TOKENS))
-        matrices.append((name, rows, kind))
-        for part, tensor in blocks[name][0]._asdict().items() if kind else ():
-            module.register_buffer(f"{name}_{part}", tensor, persistent=False)
+        sections = tuple((part.rows // settings.num_matrices, kind) for part, kind in held) or ((rows, ""),)
+        for own_rows, kind in sections:
+            tiles = ProductTiles(own_rows, width, LAYOUTS.get(kind), parameter.dtype, capability)
+            widest = min(widest, tiles.tile_tokens(MOST_TOKENS))
+        matrices.append((name, sections))
+        for number, (section, _) in enumerate(held):
+            for part, tensor in section._asdict().items():
+                module.register_buffer(f"{name}_{number}_{part}", tensor, persistent=False)
     settings.matrices, settings.most_choices, settings.own_class = tuple(matrices), widest, type(module)
     module.__class__ = _with(GroupedExperts, type(module))
 
 
 def ungroup(module: GroupedExperts) -> None:
     """Makes it what it was, with matrices in 16 bits."""
-    for name, _, kind in module.matrices:
-        for part in Blocks._fields if kind else ():
-            delattr(module, f"{name}_{part}")
+    for name, sections in module.matrices:
+        for number, (_, kind) in enumerate(sections):
+            for part in Blocks._fields if kind else ():
+                delattr(module, f"{name}_{number}_{part}")
         stored = lazy(module._parameters[name])
         if stored is not None:
             module._parameters[name] = as_parameter(stored.dequantised())
@@ -100,15 +123,16 @@ _with: Any = cache(_subclass)
 
 
 class InvariantRouter(nn.Module):
-    """Tokens [..., D] -> logits [T, E], shares and numbers, of a matrix [E, D]. `choice`: how many are chosen, and
-    whether shares are normed."""
+    """Tokens [..., D] -> logits [T, E], shares and numbers, of a matrix [E, D] and perhaps a bias [E]. `choice`: how
+    many are chosen, and whether shares are normed."""
 
     weight: Tensor
     choice: tuple[int, bool]
     dtype: torch.dtype
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = invariant_linear(hidden_states.reshape(-1, self.weight.shape[1]), self.weight)
+        x = hidden_states.reshape(-1, self.weight.shape[1])
+        logits = invariant_linear(x, self.weight, getattr(self, "bias", None))
         shares, index = largest_shares(logits, *self.choice)
         return logits, shares.to(self.dtype), index
 

@@ -110,7 +110,7 @@ def _replace_all(model: nn.Module, counts: dict[str, int], left_alone: dict[str,
             kind, replace = "norm", _replace_norm
         elif max(dimensions) == 3:
             kind, replace = "experts", _replace_experts
-        elif dimensions == [2] and not is_linear and not Hooks([module]).are_any():
+        elif dimensions in ([2], [2, 1]) and not is_linear and not Hooks([module]).are_any():
             kind, replace = "linear", _replace_router
         else:
             left_alone[name] = "is computed by the model's own code"
@@ -174,12 +174,12 @@ def _replace_experts(module: nn.Module, seen: Seen) -> None:
     assert isinstance(module, GroupedExperts)
     parameter = module.get_parameter(module.matrices[0][0])
     form = module.own_class, module.matrices, parameter.shape, parameter.dtype
+    width = parameter.shape[1 if module.is_transposed else 2]
     index = (torch.arange(2 * NUM_ROWS, device=parameter.device) % len(parameter)).view(NUM_ROWS, 2)
     weights = random_input(NUM_ROWS, 2).abs().to(parameter.device, parameter.dtype)
-    own: Forward = partial(GroupedExperts.forward, module, top_k_index=index, top_k_weights=weights)
-    theirs: Forward = partial(module.own_class.forward, module, top_k_index=index, top_k_weights=weights)
+    own, theirs = (partial(each.forward, module) for each in (GroupedExperts, module.own_class))
     try:
-        _compare(own, theirs, parameter, parameter.shape[2], form, seen)
+        _compare(lambda x: own(x, index, weights), lambda x: theirs(x, index, weights), parameter, width, form, seen)
     except Unsuitable:
         ungroup(module)
         raise

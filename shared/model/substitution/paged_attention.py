@@ -113,9 +113,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] of the pass' new tokens -> ([1, T, Hq, Dv], None).
 
-    Raises `NotImplementedError` for attention sinks, biases, dropout, requests for the weights, and passes that are not
+    Raises `NotImplementedError` for biases, dropout, requests for the weights, and passes that are not
     paged.
     """
+    sinks = kwargs.pop("s_aux", None)
     refuse_unsupported(NAME, dropout, kwargs)
     layer = attention_mask.layer if isinstance(attention_mask, PagedMask) else None
     if layer is None:
@@ -132,6 +133,7 @@ def attention(
         scaling,
         softcap or 0.0,
         attention_mask.window,
+        sinks,
     )
     return out[None], None
 

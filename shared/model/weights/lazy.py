@@ -80,7 +80,7 @@ def _side_by_side(stacks: Sequence[Tensor], dim: int = 0) -> Stored | None:
     """The matrices of several such parameters one below the other, as gate and up."""
     parts = [s.stored for s in stacks if isinstance(s, LazyWeight) and type(s.stored) is Stacked]
     fits = dim == 1 and len(parts) == len(stacks) and not any(part.transposed for part in parts)
-    if not fits or len({(len(part.parts), part.columns, part.format) for part in parts}) > 1:
+    if not fits or len({(len(part.parts), part.columns) for part in parts}) > 1:
         return None
     return Stacked([Joined(each) for each in zip(*(part.parts for part in parts), strict=True)])
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shared.model.substitution.experts_on_gpu import group, groupable
 from shared.model.substitution.match import Unsuitable
 from shared.model.weights.lazy import LazyWeight, as_parameter, lazy
-from shared.model.weights.stored import ALL_ROWS, Stacked, Stored, rounded_to
+from shared.model.weights.stored import ALL_ROWS, Joined, Stacked, Stored, rounded_to
 from shared.ops import blocks as arrangement
 from shared.ops.products import blocks_linear
 
@@ -72,7 +72,9 @@ class TakenBlocks:
             for name in _names_of_kept(module):
                 parameter = module._parameters.get(name)
                 stored = lazy(parameter)
-                if parameter is not None and stored is not None and stored.device_kind and not stored.transposed:
+                if stored is None or parameter is None or stored.transposed:
+                    continue
+                if all(section.device_kind for section in stored.sections):
                     self._taken.append((module, name, parameter))
                     module._parameters[name] = None
 
@@ -87,22 +89,23 @@ class TakenBlocks:
     def place(self, device: torch.device) -> None:
         """Arranges them on the device, one by one, and gives them back to the model. Those that were shared stay
         shared."""
-        placed: dict[int, tuple[OnDevice, nn.Parameter]] = {}
-        experts: dict[nn.Module, dict[str, tuple[arrangement.Blocks, str]]] = {}
+        placed: dict[int, tuple[list[OnDevice], nn.Parameter]] = {}
+        experts: dict[nn.Module, dict[str, list[tuple[arrangement.Blocks, str]]]] = {}
         for module, name, parameter in self._taken:
             if id(parameter) not in placed:
                 stored = lazy(parameter)
-                own = _arranged(stored, device, self._dtype)
-                seen = _stacked(own, stored) if isinstance(stored, Stacked) else own
+                assert stored is not None
+                own = [_arranged(section, device, self._dtype) for section in stored.sections]
+                seen = _stacked(own, len(stored.parts)) if isinstance(stored, Stacked) else own[0]
                 placed[id(parameter)] = own, as_parameter(LazyWeight(seen))
             own, module._parameters[name] = placed[id(parameter)]
             if name != "weight":
-                experts.setdefault(module, {})[name] = own.held, own.format
+                experts.setdefault(module, {})[name] = [(section.held, section.format) for section in own]
             elif isinstance(module, nn.Linear):
-                for name, part in own.held._asdict().items():
+                for name, part in own[0].held._asdict().items():
                     module.register_buffer(name, part, persistent=False)
                 module.__class__ = BlocksLinear
-                module.kind = own.format  # type: ignore[assignment]
+                module.kind = own[0].format  # type: ignore[assignment]
         for module, blocks in experts.items():
             group(module, blocks)
         self._taken.clear()
@@ -117,18 +120,19 @@ def _names_of_kept(module: nn.Module) -> tuple[str, ...]:
         return ()
 
 
-def _stacked(own: OnDevice, stored: Stacked) -> Stacked:
-    """The matrices of experts that lie one below the other."""
-    parts = []
-    for first in range(0, own.rows, stored.rows):
-        rows = slice(first, first + stored.rows)
-        held = arrangement.Blocks(*(part[:, rows] if part.dim() > 1 else part for part in own.held))
-        parts.append(OnDevice(held, own.columns, own.format, own.dtype))
-    return Stacked(parts)
+def _stacked(sections: list[OnDevice], number: int) -> Stacked:
+    """The matrices of so many experts, each of one or more sections; those of a section lie one below the other."""
+    experts: list[list[Stored]] = [[] for _ in range(number)]
+    for own in sections:
+        each = own.rows // number
+        for expert, parts in enumerate(experts):
+            rows = slice(expert * each, (expert + 1) * each)
+            held = arrangement.Blocks(*(part[:, rows] if part.dim() > 1 else part for part in own.held))
+            parts.append(OnDevice(held, own.columns, own.format, own.dtype))
+    return Stacked([parts[0] if len(parts) == 1 else Joined(parts) for parts in experts])
 
 
-def _arranged(stored: Stored | None, device: torch.device, dtype: torch.dtype) -> OnDevice:
-    assert stored is not None
+def _arranged(stored: Stored, device: torch.device, dtype: torch.dtype) -> OnDevice:
     raw, kind = stored.device_blocks(), stored.device_kind
     parts = [arrangement.arranged(part.to(device), kind, stored.columns) for part in raw.split(PART_ROWS)]
     return OnDevice(arrangement.joined(parts) if len(parts) > 1 else parts[0], stored.columns, kind, dtype)

@@ -63,6 +63,11 @@ class Stored(ABC):
         """The packed matrices that hold it. Empty if it is in a file."""
         return ()
 
+    @property
+    def sections(self) -> "tuple[Stored, ...]":
+        """What it consists of, one below the other, if that is of several kinds."""
+        return (self,)
+
     @abstractmethod
     def dequantised_rows(self) -> Tensor:
         """float32 [N, K]."""
@@ -261,12 +266,13 @@ class Blocks(Stored):
 
 
 class Joined(Stored):
-    """Matrices [N_i, K] one below the other, as one parameter holds gate and up."""
+    """Matrices [N_i, K] one below the other, as one parameter holds gate and up. They may differ in format."""
 
     def __init__(self, parts: Sequence[Stored]) -> None:
         self.parts = tuple(parts)
-        super().__init__(sum(p.rows for p in parts), parts[0].columns, parts[0].format)
-        self.device_kind = _one_kind(parts)
+        formats = "+".join(dict.fromkeys(part.format for part in parts))
+        super().__init__(sum(p.rows for p in parts), parts[0].columns, formats)
+        self.dtype, self.device, self.device_kind = parts[0].dtype, parts[0].device, _one_kind(parts)
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -293,6 +299,12 @@ class Stacked(Stored):
         first = parts[0]
         super().__init__(first.rows, first.columns, first.format, transposed=first.transposed)
         self.dtype, self.device, self.device_kind = first.dtype, first.device, _one_kind(parts)
+
+    @property
+    def sections(self) -> "tuple[Stored, ...]":
+        if self.device_kind or not all(isinstance(part, Joined) for part in self.parts):
+            return (self,)
+        return tuple(Stacked(parts) for parts in zip(*(part.parts for part in self.parts), strict=True))
 
     @property
     def shape(self) -> tuple[int, ...]:

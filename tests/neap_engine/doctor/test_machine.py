@@ -10,6 +10,7 @@ from neap_engine.doctor import machine
 from neap_engine.doctor.finding import Check
 from shared import ops
 from shared.errors import PreconditionFailed
+from shared.model.load import check_device
 from shared.ops import cards, fakes, toolkit
 from shared.ops.cards import CudaBuild
 
@@ -175,6 +176,14 @@ def test_the_gpu_of_the_settings_is_examined(with_gpus, device, name, advice):
     assert advice in found.advice
     assert bool(advice) == bool(found.advice)
     assert machine.cuda_kernels(True, device).detail.endswith("they run on this GPU")
+
+
+@NEEDED
+def test_a_gpu_beyond_the_last_one(with_gpus, monkeypatch, is_needed, status):
+    monkeypatch.setattr(machine, "check_device", check_device)
+    for found in (machine.gpu(is_needed, "cuda:2"), machine.cuda_kernels(is_needed, "cuda:2")):
+        assert found.status == status
+        assert "the last GPU that this process sees is cuda:1. Set --device" in found.detail
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,9 @@ def test_what_a_worker_will_take_of_a_gpu(monkeypatch, tmp_path, gguf):
     source = write_llama(tmp_path / "tiny.gguf", width=1024, inner=2048) if gguf else tmp_path / "model"
     settings = WorkerSettings(device="cuda:1")
     assert checks.memory(ModelSource("tiny", str(source)), settings).status == "off"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert checks.memory(ModelSource("tiny", str(source)), settings).status == "off"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (900 << 20, 4 << 30))
     found = checks.memory(ModelSource("tiny", str(source)), settings)
     read = footprint(source, torch.device("cuda:1"))

@@ -17,7 +17,7 @@ from shared.model.substitution.merged_linear import merge_linears
 from tests.families import build_family
 from tests.paged import make_runner
 
-EXPERTS = ("mixtral", "qwen3-moe", "phimoe-longrope")
+EXPERTS = ("mixtral", "qwen3-moe", "phimoe-longrope", "gpt-oss-sliding")
 
 
 def invariant(family: str = "llama", **config: Any) -> LoadedModel:

@@ -29,6 +29,7 @@ class Pass:
     scaling: float = 0.3
     softcap: float = 0.0
     window: int = 0
+    sinks: Tensor | None = None
 
     def run(self) -> Tensor:
         return paged_attention(**vars(self))
@@ -108,4 +109,5 @@ WRONG_ARGUMENTS = [
     ("block_tables", torch.zeros(1, 3, dtype=torch.int32), "block_tables must be int64"),
     ("table_indices", torch.zeros(1, dtype=torch.int64), "table_indices has shape"),
     ("window", -1, "at least 0"),
+    ("sinks", torch.zeros(3), r"sinks must be contiguous floats \[4\]"),
 ]  # fmt: skip

@@ -3,6 +3,7 @@ has is enough, and no compiler contracts an addition."""
 
 import re
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def compiled(kernel: str, tiles: Tiles, split: bool) -> Any:
     constants = tiles.join if kernel == "join" else getattr(tiles, kernel)(split)
     element = "*" + NAMES[tiles.dtype]
     known = dict.fromkeys(INTEGERS, "*i64") | {"work": "*i32", "parts": "*fp32", "marks": "*fp32"}
-    known |= dict.fromkeys(("q", "k", "v", "keys", "values", "out"), element) | {"scale": "fp32", "softcap": "fp32"}
+    known |= dict.fromkeys(("q", "k", "v", "keys", "values", "sinks", "out"), element) | {"scale": "fp32", "softcap": "fp32"}
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in function.arg_names}
     even = {
         (place,): [["tt.divisibility", 16]]
@@ -80,6 +81,7 @@ def test_an_8b_models_attention_is_compiled_for_gpus_that_are_not_here(capabilit
     tiles = Tiles(32, 8, 128, 128, 16, torch.bfloat16, False, capability)
     for split in (False, True):
         check(tiles, split, tmp_path)
+        check(replace(tiles, has_sinks=True), split, tmp_path)
     # Split or not, a product is summed by the same instructions.
     whole, split = (compiled("attend", tiles, split).asm["ptx"] for split in (False, True))
     wanted = set(re.findall(PRODUCT, whole))

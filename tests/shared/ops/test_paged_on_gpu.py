@@ -32,6 +32,8 @@ CASES = {
     "a border of larger pieces in a tile's window": ([3], [4607], 0, FOUR, (16, 16), 16, HALF, {"window": 100}),
     "blocks and widths of no power of two": ([4, 1], [30, 300], 0, (2, 1), (5, 36), 7, SINGLE, {"window": 34}),
     "more heads than a tile has rows": ([2], [20], 1, (70, 1), (16, 16), 16, HALF, {}),
+    "sinks": ([3, 1], [300, 8], 1, (3, 2), (16, 24), 16, HALF, {"sinks": torch.linspace(-3, 4, 6).half()}),
+    "sinks and a window": ([2], [600], 0, FOUR, (16, 16), 16, SINGLE, {"sinks": torch.arange(4.0), "window": 30}),
     "without matrix units": ([3], [300], 0, (2, 2), (40, 16), 16, BRAIN, {"softcap": 5.0}),
 }  # fmt: skip
 
@@ -105,6 +107,9 @@ BUGS = {
                                                  "several"),
     "rows beyond a group": ("live = live & (of_group < GROUP)", "live = live & (of_group < GROUP + 1)", "several"),
     "a tile that goes on beyond its border": (" & (at % TOK != 0)", "", "a border"),
+    "a sink of another head": ("tl.load(sinks + head,", "tl.load(sinks + kv_head,", "sinks"),
+    "a sink that pieces do not have": ("tl.load(sinks + tl.program_id(1)).to(tl.float32) * 1.4426950408889634, 1.0",
+                                       "-float('inf'), 0.0", "sinks"),
     "a share of the list of work left out": ("start += tl.sum(count, 0)", "start += tl.max(count, 0)", "pieces"),
 }  # fmt: skip
 

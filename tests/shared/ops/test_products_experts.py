@@ -23,6 +23,8 @@ CASES: dict[str, tuple[int, int, int, int, int, str, int, torch.dtype]] = {
     "many experts": (128, 4, 9, 20, 96, "Q8_0", 90, SINGLE),
     "without matrix units": (3, 1, 20, 40, 100, "", 75, BRAIN),
     "pieces": (3, 2, 11, 20, 2048, "Q6_K", 90, HALF),
+    "biases": (4, 2, 19, 70, 192, "", 90, HALF),
+    "biases of matrices in pieces": (3, 2, 11, 20, 1024, "Q4_K", 90, HALF),
     **{kind: (3, 2, 9, 20, 512, kind, 90, HALF) for kind in LAYOUTS if kind not in ("Q6_K", "Q8_0")},
 }
 
@@ -46,9 +48,9 @@ def drawn(name: str) -> tuple[Tensor, Any, Tensor, Tensor]:
     return x, tuple(arranged(raw, kind, width)), numbers_of(raw, kind).to(dtype).view(experts, rows, width), index
 
 
-def wanted_of(x: Tensor, wide: Tensor, index: Tensor) -> Tensor:
+def wanted_of(x: Tensor, wide: Tensor, index: Tensor, bias: Tensor | None = None) -> Tensor:
     each = [(x[token].double() @ wide[expert].double().T) for token, own in enumerate(index) for expert in own]
-    return torch.stack(each)
+    return torch.stack(each) + (0 if bias is None else bias[index.flatten()].double())
 
 
 def check(name: str, folder: Path, source: Path = PRODUCTS) -> None:
@@ -56,7 +58,8 @@ def check(name: str, folder: Path, source: Path = PRODUCTS) -> None:
     order; and all of them at one expert."""
     experts, choices, tokens, rows, _, kind, capability, dtype = CASES[name]
     x, weight, wide, index = drawn(name)
-    common = {"weight": weight, "kind": kind, "bias": None, "capability": capability, "num_rows": rows}
+    bias = (8 * torch.randn(experts, rows)).to(dtype) if name.startswith("biases") else None
+    common = {"weight": weight, "kind": kind, "bias": bias, "capability": capability, "num_rows": rows}
 
     def call(x: Tensor, index: Tensor, size: int = 16, split: bool | None = None) -> dict[str, Any]:
         return common | {"x": x, "grouping": tuple(grouped(index, experts, size)), "split": split}
@@ -71,12 +74,12 @@ def check(name: str, folder: Path, source: Path = PRODUCTS) -> None:
         call(x[-1:], index[-1:]), call(x, at_one), call(spread, index), call(x[:0], index[:0]),
     ]  # fmt: skip
     whole, split, large, moved, alone, one, apart, none = launched("multiplied", calls, folder, source)
-    close(whole, wanted_of(x, wide, index), CLOSE[dtype])
+    close(whole, wanted_of(x, wide, index, bias), CLOSE[dtype])
     assert torch.equal(split, whole)
     assert torch.equal(large, whole)
     assert torch.equal(moved.view(tokens, choices, rows), whole.view(tokens, choices, rows)[order])
     assert torch.equal(alone, whole[-choices:])
-    close(one, wanted_of(x, wide, at_one), CLOSE[dtype])
+    close(one, wanted_of(x, wide, at_one, bias), CLOSE[dtype])
     assert torch.equal(apart, whole)
     assert none.shape == (0, rows)
 
@@ -94,6 +97,7 @@ BUGS = {
     "words of the first expert": ("rows * (i // WORD) + held_row", "rows * (i // WORD) + row", "Q4_K"),
     "scales of the first expert": ("(begin // 256) + held_row", "(begin // 256) + row", "pieces"),
     "groups as far apart as in one matrix": ("to(tl.int64) * 0 + all_rows", "to(tl.int64) * 0 + num_rows", "Q4_0"),
+    "the bias of the first expert": ("bias + held_row", "bias + row", "biases"),
     "pieces as far apart as in all matrices": ("* num_rows * numbers", "* rows * numbers", "pieces"),
 }  # fmt: skip
 
@@ -137,12 +141,14 @@ def test_ops_keep_the_contract_of_torch() -> None:
     torch.testing.assert_close(shares, logits.topk(2).values.softmax(-1))
     opcheck(torch.ops.neap.largest_shares.default, (logits, 2, False))
     grouping = grouped(index, 4, 16)
-    opcheck(torch.ops.neap.expert_linear.default, (x, [weight], index, *grouping, 5, ""))
-    opcheck(torch.ops.neap.expert_linear.default, (x, [*blocks], index, *grouping, 5, "Q4_0"))
+    bias = torch.randn(4, 5)
+    opcheck(torch.ops.neap.expert_linear.default, (x, [weight], bias, index, *grouping, 5, ""))
+    opcheck(torch.ops.neap.expert_linear.default, (x, [*blocks], None, index, *grouping, 5, "Q4_0"))
     wide = widened(blocks, "Q4_0", 64).view(4, 5, 64)
     found = expert_linear(x, blocks, index, grouping, 5, "Q4_0")
     assert torch.equal(found, expert_linear(x, [wide], index, grouping, 5))
     close(found, wanted_of(x, wide, index), 1e-5)
+    close(expert_linear(x, blocks, index, grouping, 5, "Q4_0", bias), wanted_of(x, wide, index, bias), 1e-5)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -155,6 +161,7 @@ def test_wrong_arguments_are_named() -> None:
         "21 rows are not": lambda: expert_linear(x, blocks, index, grouping, 5, "Q4_0"),
         "held has shape": lambda: expert_linear(x, [weight], index, grouping, 6),
         "weight must be": lambda: expert_linear(x, [weight.half()], index, grouping, 5),
+        "bias must be": lambda: expert_linear(x, [weight], index, grouping, 5, "", weight[:2, :, 0].contiguous()),
     }.items():
         with pytest.raises(RuntimeError, match=message):
             run()

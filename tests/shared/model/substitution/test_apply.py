@@ -23,7 +23,7 @@ from shared.ops.build import build
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family, by_tier
 
 # Families whose attention does not use transformers' interface.
-OWN_ATTENTION = {"falcon", "falcon-alibi"}
+OWN_ATTENTION = {"falcon", "falcon-alibi", "gpt-oss-sliding"}
 
 
 @pytest.fixture(scope="module", autouse=True)

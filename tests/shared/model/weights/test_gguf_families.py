@@ -49,9 +49,14 @@ def rope(theta: float = 1e4, **more: Any) -> dict[str, Any]:
 
 
 def write(
-    path: Path, architecture: str, config: hf.PreTrainedConfig, add_more: Metadata, of_experts: Kind = Kind.F32
+    path: Path,
+    architecture: str,
+    config: hf.PreTrainedConfig,
+    add_more: Metadata,
+    of_experts: tuple[Kind, Kind, Kind] = (Kind.F32,) * 3,
 ) -> hf.PreTrainedModel:
-    """Writes random weights, and returns the model that has them. `of_experts`: the format of experts."""
+    """Writes random weights, and returns the model that has them. `of_experts`: the formats of gate, up and down of
+    experts."""
     torch.manual_seed(0)
     model: Any = hf.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
@@ -92,10 +97,11 @@ def write(
         if name.endswith("mlp.experts.gate_up_proj"):
             layer, inner = name.split(".")[2], weights.shape[1] // 2
             down = state[name.replace("gate_up", "down")]
-            for part, matrices in (("gate", weights[:, :inner]), ("up", weights[:, inner:]), ("down", down)):
-                numbers = gguf.quantize(matrices.contiguous().numpy(), of_experts)
-                matrices.copy_(torch.from_numpy(gguf.dequantize(numbers, of_experts)))
-                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", numbers, raw_dtype=of_experts)
+            parts = ("gate", weights[:, :inner]), ("up", weights[:, inner:]), ("down", down)
+            for (part, matrices), kind in zip(parts, of_experts, strict=True):
+                numbers = gguf.quantize(matrices.contiguous().numpy(), kind)
+                matrices.copy_(torch.from_numpy(gguf.dequantize(numbers, kind)))
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", numbers, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -236,7 +242,7 @@ def test_experts_stay_in_the_format_of_the_file(
 
         monkeypatch.setattr(Stacked, "dequantised", refuse)
     architecture, config, add_more = CASES["qwen3moe"]
-    model: Any = write(tmp_path / "tiny.gguf", architecture, config, add_more, Kind.Q8_0)
+    model: Any = write(tmp_path / "tiny.gguf", architecture, config, add_more, (Kind.Q8_0,) * 3)
     loaded = load_model(tmp_path / "tiny.gguf", accelerate=accelerate, compute_dtype=torch.float32)
     ids = torch.randint(300, (1, 24), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():

@@ -98,10 +98,14 @@ def test_it_takes_what_was_said_beforehand(path: Path) -> None:
     assert buffers <= held.keys()
 
 
-def test_experts_stay_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kinds", [(Kind.Q8_0,) * 3, (Kind.Q4_0, Kind.Q8_0, Kind.Q5_0)], ids=["one kind", "several"])
+def test_experts_stay_in_blocks(
+    kinds: tuple[Kind, Kind, Kind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up may be in blocks of different kinds."""
     architecture, config, add_more = CASES["qwen3moe"]
     file = tmp_path / "experts.gguf"
-    write(file, architecture, config, add_more, Kind.Q8_0)
+    write(file, architecture, config, add_more, kinds)
     own, wide = (read(file, torch.float32, in_blocks=each) for each in (True, False))
     wanted = logits(wide)
     torch.testing.assert_close(logits(own), wanted, atol=1e-4, rtol=1e-4)
@@ -109,13 +113,17 @@ def test_experts_stay_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert report.experts == 2
     assert not report.left_alone
     experts = [module for module in own.modules() if isinstance(module, GroupedExperts)]
-    assert {kind for module in experts for *_, kind in module.matrices} == {"Q8_0"}
+    rows = [(config.moe_intermediate_size, kind.name) for kind in kinds[:2]]
+    into = ((2 * config.moe_intermediate_size, "Q8_0"),) if kinds[0] == kinds[1] else tuple(rows)
+    matrices = ("gate_up_proj", into), ("down_proj", ((config.hidden_size, kinds[2].name),))
+    assert {module.matrices for module in experts} == {matrices}
     weights = {name: parameter for name, parameter in wide.named_parameters() if "experts" in name}
     for name, parameter in weights.items():
         assert torch.equal(own.get_parameter(name).stored.dequantised(), parameter), name  # type: ignore[attr-defined]
     held = sum(part.nbytes for module in experts for part in module.buffers())
     numbers = sum(parameter.numel() for parameter in weights.values())
-    assert held <= 1.07 * 34 / 32 * numbers * 2  # rows of one block fill half a step of 64 columns
+    if kinds[0] == kinds[1]:
+        assert held <= 1.07 * 34 / 32 * numbers * 2  # rows of one block fill half a step of 64 columns
     said, in_bfloat16 = (footprint(file, torch.device("cuda"), dtype=dtype) for dtype in (None, torch.bfloat16))
     assert said is not None
     assert in_bfloat16 is not None
