@@ -303,8 +303,8 @@ def _load_errors(source: str | Path, failure: str) -> Iterator[None]:
         log.warning("cannot load model", source=str(source), exc_info=True)
         package = missing_package(error)
         raise UnsupportedModel(
-            f"{source} needs the package {package}, which is not installed: install it, or take the model in 16 bits, as "
-            "a .gguf file, or as a folder of AWQ or GPTQ, which neap reads itself",
+            f"{source} needs the package {package}, which is not installed: install it, or take the model in 16 bits, "
+            "as a .gguf file, or as a folder of AWQ or GPTQ, which neap reads itself",
             reason="PACKAGE_MISSING",
             metadata={"source": str(source), "package": package},
         ) from error

@@ -36,7 +36,8 @@ def paged_attention(
     A query sees positions [0, its own] of its sequence, or the last `window` of them if `window` is not 0. That
     includes those written by this call. No two tokens may have the same place. Query head h reads key head h // (Hq /
     Hkv). `scaling` defaults to D ** -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). `sinks` [Hq],
-    contiguous: scores of a key more, whose value is zero. Sums are in float32. The bits of a token's result do not depend on the other tokens of the pass.
+    contiguous: scores of a key more, whose value is zero. Sums are in float32. The bits of a token's result do not
+    depend on the other tokens of the pass.
 
     The result of a token whose block table, position or block does not exist is NaN: a check would need a
     synchronisation.

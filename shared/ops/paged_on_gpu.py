@@ -158,7 +158,9 @@ def by_kernels(
         return out
     num_blocks, block_tokens = keys.shape[0], keys.shape[2]
     num_tables, table_blocks = block_tables.shape
-    tiles = Tiles(heads, kv_heads, width, value_width, block_tokens, q.dtype, softcap > 0, capability, sinks is not None)
+    tiles = Tiles(
+        heads, kv_heads, width, value_width, block_tokens, q.dtype, softcap > 0, capability, sinks is not None
+    )
     most = num_pieces(table_blocks * block_tokens)
     if split is None:
         split = most > 1 and tokens * tiles.head_tiles <= MOST_SPLIT
@@ -173,16 +175,17 @@ def by_kernels(
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), window, **tiles.enter(split), **kernels.OPTIONS,
     )  # fmt: skip
     scale, cap = (scaling / softcap, softcap * LOG2_E) if softcap else (scaling * LOG2_E, 0.0)
+    sunk = q if sinks is None else sinks  # the kernels take some tensor
     num_programs = min(tokens * num_entries, -(-PROGRAMS * num_processors // tiles.head_tiles))
     kernels.attend[(num_programs, tiles.head_tiles)](
-        q, keys, values, q if sinks is None else sinks, out, parts, marks, *places, work, tokens, num_blocks, table_blocks, num_programs, num_entries,
-        q.stride(0), q.stride(1), scale, cap, window, **tiles.attend(split),
+        q, keys, values, sunk, out, parts, marks, *places, work, tokens, num_blocks, table_blocks, num_programs,
+        num_entries, q.stride(0), q.stride(1), scale, cap, window, **tiles.attend(split),
         num_warps=tiles.warps, num_stages=tiles.stages, **kernels.OPTIONS,
     )  # fmt: skip
     if split:
         kernels.join[(tokens, heads)](
-            q if sinks is None else sinks, out, parts, marks, table_indices, positions, num_tables, table_blocks, num_entries, window, **tiles.join,
-            num_warps=1, **kernels.OPTIONS,
+            sunk, out, parts, marks, table_indices, positions, num_tables, table_blocks, num_entries, window,
+            **tiles.join, num_warps=1, **kernels.OPTIONS,
         )  # fmt: skip
     return out
 

@@ -55,8 +55,8 @@ def multiply(
     of tokens (x) times tiles of rows (y). SPLIT: times pieces (z), whose sums go to `parts` [PIECES, T, N].
 
     CHOICES: if not 0, the matrices of several experts lie one below the other, `all_rows` in all, as their biases do,
-    which pieces of programs of their own do not add; and T is that of choices: choice p takes row p // CHOICES of x. `places` [T] are choices sorted by expert, and `tiles` [3, number]
-    say of each tile its expert, its first place and how many there are."""
+    and T is that of choices: choice p takes row p // CHOICES of x. `places` [T] are choices sorted by expert, and
+    `tiles` [3, number] say of each tile its expert, its first place and how many there are."""
     row = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = row < num_rows
     held_row, stop = row.to(tl.int64), width

@@ -94,14 +94,9 @@ def grouped(index: Tensor, num_experts: int, size: int) -> Grouping:
 
 
 def expert_linear(
-    x: Tensor,
-    held: Sequence[Tensor],
-    index: Tensor,
-    grouping: Grouping,
-    rows: int,
-    kind: str = "",
+    x: Tensor, held: Sequence[Tensor], index: Tensor, grouping: Grouping, rows: int, kind: str = "",
     bias: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Row p // (S / R) of x [R, K] times the matrix of expert p of `index` [T, k], which has S numbers, plus its row of
     `bias` [E, N] -> [S, N]. The experts' matrices [N, K], N `rows`, lie one below the other in `held`: one tensor of
     x's dtype, contiguous, or `Blocks` of a kind. `grouping`: of `index`."""
@@ -147,16 +142,9 @@ def _reference_blocks(
 
 
 def reference_experts(
-    x: Tensor,
-    held: list[Tensor],
-    bias: Tensor | None,
-    index: Tensor,
-    places: Tensor,
-    tiles: Tensor,
-    size: int,
-    rows: int,
-    kind: str,
-) -> Tensor:
+    x: Tensor, held: list[Tensor], bias: Tensor | None, index: Tensor, places: Tensor, tiles: Tensor, size: int,
+    rows: int, kind: str,
+) -> Tensor:  # fmt: skip
     """Reads `index` alone: expert after expert, so that one matrix is wide at a time."""
     _check_experts(x, held, bias, index, Grouping(places, tiles, size), rows, kind)
     chosen, width = index.flatten(), x.shape[1]
@@ -237,8 +225,8 @@ def multiplied(
     kernels: Any = None,
 ) -> Tensor:
     """Launches the kernels for a device of this compute capability. `grouping`: of experts, with the rows of each, as
-    in `expert_linear`, with whose bias no pieces are programs of their own. `split` and `tokens`: whether pieces of K are
-    programs of their own, and the tokens of a tile, which change no bit. None: as is fastest."""
+    in `expert_linear`. `split` and `tokens`: whether pieces of K are programs of their own, which those of experts with
+    biases never are, and the tokens of a tile, which change no bit. None: as is fastest."""
     if kernels is None:
         from shared.ops import product_kernel as kernels
     rows = x.reshape(-1, x.shape[-1])
@@ -315,16 +303,9 @@ def _blocks_on_gpu(
 
 
 def _experts_on_gpu(
-    x: Tensor,
-    held: list[Tensor],
-    bias: Tensor | None,
-    index: Tensor,
-    places: Tensor,
-    tiles: Tensor,
-    size: int,
-    rows: int,
-    kind: str,
-) -> Tensor:
+    x: Tensor, held: list[Tensor], bias: Tensor | None, index: Tensor, places: Tensor, tiles: Tensor, size: int,
+    rows: int, kind: str,
+) -> Tensor:  # fmt: skip
     grouping = Grouping(places, tiles, size)
     weight = _check_experts(x, held, bias, index, grouping, rows, kind)
     return multiplied(x, weight, kind, bias, capability_of(x.device), grouping=grouping, num_rows=rows)

@@ -61,7 +61,7 @@ class Stored(ABC):
     @property
     def memory(self) -> tuple[Tensor, ...]:
         """The packed matrices that hold it. Empty if it is in a file."""
-        return ()
+        return tuple(packed for part in self.parts for packed in part.memory)
 
     @property
     def sections(self) -> "tuple[Stored, ...]":
@@ -274,10 +274,6 @@ class Joined(Stored):
         super().__init__(sum(p.rows for p in parts), parts[0].columns, formats)
         self.dtype, self.device, self.device_kind = parts[0].dtype, parts[0].device, _one_kind(parts)
 
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        return tuple(packed for part in self.parts for packed in part.memory)
-
     def dequantised_rows(self) -> Tensor:
         return torch.cat([part.dequantised_rows() for part in self.parts])
 
@@ -309,10 +305,6 @@ class Stacked(Stored):
     @property
     def shape(self) -> tuple[int, ...]:
         return len(self.parts), *super().shape
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        return tuple(packed for part in self.parts for packed in part.memory)
 
     def dequantised(self) -> Tensor:
         return torch.stack([part.dequantised() for part in self.parts])

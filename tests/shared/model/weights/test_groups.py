@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import structlog
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
@@ -19,6 +20,7 @@ from shared.model.footprint import footprint
 from shared.model.load import _build, load_model
 from shared.model.loaded import wrap_model
 from shared.model.numerics import numerics_of
+from shared.model.remembered.packed import HEADER_BYTES
 from shared.model.substitution.experts_on_gpu import GroupedExperts
 from shared.model.substitution.invariant import make_invariant
 from shared.model.weights.groups import scheme_of
@@ -27,6 +29,7 @@ from shared.model.weights.on_device import BlocksLinear, TakenBlocks
 from shared.model.weights.reading import CheckpointFiles, replaced, safetensors_replacements
 from tests.paged import make_runner
 from tests.quantised_folders import AWQ, GPTQ, save_folder
+from tests.shared.ops.interpreted import launched
 
 # What a folder says, the format that its matrices have on a CPU, and those on a GPU.
 KEPT: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -110,7 +113,7 @@ def test_a_gpu_keeps_four_bits(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq, symmetric"])
-def test_experts_keep_four_bits(name: str, tmp_path: Path) -> None:
+def test_experts_keep_four_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, kind, gpu_kind = KEPT[name]
     wide = save_folder(tmp_path, settings, experts=4)
     ids = torch.arange(3, 40)[None]
@@ -120,15 +123,37 @@ def test_experts_keep_four_bits(name: str, tmp_path: Path) -> None:
     assert loaded.acceleration is not None
     assert loaded.acceleration.formats[kind] >= 8
     assert not loaded.acceleration.dequantised
+    numbers = {key: parameter.numel() for key, parameter in wide.named_parameters() if ".experts." in key}
+    memory = [part for key in numbers for part in lazy(loaded.model.get_parameter(key)).memory]  # type: ignore[union-attr]
+    of_weight = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1] / 32
+    assert sum(part.nbytes - HEADER_BYTES for part in memory) == of_weight * sum(numbers.values())
     model = as_on_a_gpu(tmp_path)
-    torch.testing.assert_close(model(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
     experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
-    assert {each for module in experts for *_, each in module.matrices} == {gpu_kind}
+    assert {each for module in experts for _, sections in module.matrices for _, each in sections} == {gpu_kind}
+    # 4 bits, and a scale and a zero for 64 columns.
+    held = sum(part.nbytes for module in experts for part in module.buffers())
+    assert held == (1 / 2 + 4 / 64) * sum(numbers.values())
+    torch.testing.assert_close(model(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
     report = make_invariant(model)
     assert report.experts == len(experts) == 2
     assert not report.left_alone
-    found = numerics_of(make_runner(replace(wrap_model(model), invariance=report)))
-    assert found.is_exact, found.why_not
+    tried = numerics_of(make_runner(replace(wrap_model(model), invariance=report)))
+    assert tried.is_exact, tried.why_not
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "shared.model.substitution.experts_on_gpu.expert_linear",
+            lambda x, held, index, grouping, rows, kind, bias: launched(
+                "multiplied",
+                [{"x": x, "weight": tuple(held), "kind": kind, "bias": bias, "capability": 90, "num_rows": rows}
+                 | {"grouping": tuple(grouping)}],
+                tmp_path,
+            )[0],
+        )  # fmt: skip
+        found = model(input_ids=ids).logits
+    for logits in (found, loaded.model(input_ids=ids).logits):
+        assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("why", WIDE)
