@@ -137,7 +137,7 @@ def _calls() -> dict[str, tuple]:
             torch.tensor([[5, 0], [2, 3]]),
             torch.tensor([1, 0, 0]),
             torch.tensor([5, 0, -1]),
-            *(0.3, 4.0, 3),
+            *(0.3, 4.0, 3, torch.randn(4)),
         ),
     }
 
