@@ -72,7 +72,7 @@ class TakenBlocks:
             for name in _names_of_kept(module):
                 parameter = module._parameters.get(name)
                 stored = lazy(parameter)
-                if stored is None or parameter is None or stored.transposed:
+                if stored is None or parameter is None or stored.transposed or getattr(module, "is_transposed", False):
                     continue
                 if all(section.device_kind for section in stored.sections):
                     self._taken.append((module, name, parameter))
