@@ -14,6 +14,8 @@ import pytest
 
 # A shell ignores SIGINT for what it runs in the background, and children inherit that: tests of Ctrl-C would wait.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# jsonschema would make 38 grammars of it, of a second in each process; no test asks for such a format.
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 # Until all tests are imported, which makes a million objects that stay: collections take a third of that time.
 gc.disable()
 

@@ -19,8 +19,8 @@ from shared.ops.product_tiles import ProductTiles
 
 # Numbers of a program that adds pieces.
 ADDED = 256
-# Products of the reference at once.
-REFERENCE_NUMBERS = 1 << 22
+# Products of the reference at once: half a megabyte, which a cache of the second level has.
+REFERENCE_NUMBERS = 1 << 17
 # The width of a row that is normed: it must fit a program's registers.
 MOST_NORMED = 1 << 15
 

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from datasets import packaged_modules
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
@@ -30,6 +29,8 @@ def test_paths_and_urls_are_refused(name):
 
 
 def test_names_of_file_readers_are_refused():
+    from datasets import packaged_modules
+
     for reader in packaged_modules._PACKAGED_DATASETS_MODULES:
         with pytest.raises(InvalidInput, match="file reader"):
             check_hub_dataset(reader)

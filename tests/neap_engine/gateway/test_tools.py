@@ -6,8 +6,6 @@ from typing import Literal
 import jsonschema
 import openai
 import pytest
-from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 from tests.chat_gateways import chat_gateway
@@ -158,6 +156,8 @@ class Anything(BaseModel, extra="allow"):
 def test_langchain_gets_structured_output_by_every_method(state, method, strict):
     if method == "json_mode" and strict:
         pytest.skip("LangChain itself refuses it")
+    from langchain_openai import ChatOpenAI
+
     # A random model hardly closes strings and objects by itself.
     closing = zip(build_tokenizer().convert_tokens_to_ids(['"', "}"]), (100, 60), strict=True)
     bias = {**state.bias, **{str(token): value for token, value in closing}}
@@ -167,12 +167,15 @@ def test_langchain_gets_structured_output_by_every_method(state, method, strict)
     kind = Anything if method == "json_mode" else Thing
     given = {} if strict is None else {"strict": strict}
     bound = model.with_structured_output(kind, method=method, include_raw=True, **given)
-    found = bound.invoke([HumanMessage("hello")])
+    found = bound.invoke("hello")
     assert found["parsing_error"] is None
     assert isinstance(found["parsed"], kind)
 
 
 def test_langchain_binds_tools(state):
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+
     model = ChatOpenAI(model="tiny", base_url=f"{state.url}/v1", api_key="unused", temperature=0, max_tokens=300).bind(
         logit_bias=state.bias, parallel_tool_calls=False
     )

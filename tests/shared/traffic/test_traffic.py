@@ -9,6 +9,7 @@ import tracemalloc
 import zlib
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ def contents_of(data: bytes) -> bytes:
     return zlib.decompress(data[14:])
 
 
+@cache  # to compress a bomb takes a quarter of a second
 def broken_objects() -> dict[str, bytes]:
     whole = encode([an_answer()])
     content = contents_of(whole)

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.integrations.bitnet import BitLinear, pack_weights
 
 from shared.errors import UnsupportedModel
 from shared.model.fingerprint import fingerprint
@@ -39,8 +38,9 @@ def _no_compilation() -> Iterator[None]:
 
 def _quantised(weight: Tensor, method: str) -> dict[str, Tensor]:
     if method == "bitnet":
-        ternary = weight.sign()
-        return {"": pack_weights(ternary), "_scale": weight.new_tensor([4.0])}
+        from transformers.integrations.bitnet import pack_weights  # imports torch's compiler
+
+        return {"": pack_weights(weight.sign()), "_scale": weight.new_tensor([4.0])}
     tiles = torch.full((weight.shape[0] // 16, weight.shape[1] // 16), 0.25)
     return {"": (weight.float() * 4).to(torch.float8_e4m3fn), "_scale_inv": tiles}
 
@@ -90,7 +90,7 @@ def test_quantised_modules_are_kept_and_named(tmp_path: Path, dtype: torch.dtype
     assert "the model is served by the quantised modules of its own package" in events
     assert not any("dequantised" in event for event in events)
     assert ("accelerated" in events) == (dtype == torch.float32)
-    projections = [module for module in loaded.model.modules() if isinstance(module, BitLinear)]
+    projections = [module for module in loaded.model.modules() if type(module).__name__ == "BitLinear"]
     assert len(projections) == 14
     assert all(module.weight.dtype == torch.uint8 for module in projections)
     expected = theirs(input_ids=torch.arange(9)[None]).logits
@@ -212,6 +212,6 @@ def test_modules_that_do_not_run_here_are_refused(tmp_path: Path, monkeypatch: p
     def fail(*_: object) -> Tensor:
         raise RuntimeError("no kernel for this device")
 
-    monkeypatch.setattr(BitLinear, "forward", fail)
+    monkeypatch.setattr("transformers.integrations.bitnet.BitLinear.forward", fail)
     with pytest.raises(UnsupportedModel, match="do not run on cpu"):
         load_model(save_quantised(tmp_path, "bitnet"))
