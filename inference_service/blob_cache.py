@@ -1,7 +1,6 @@
 """A bounded cache of a shared registry's blobs on the worker's disk.
 Blobs are fetched once per machine and checked at every read."""
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from shared.digests import digest_of
-from shared.files import write_atomically
+from shared.files import mark_used, write_atomically
 from shared.registry.base import PublishedVersion
 from shared.registry.contents import blob_digest, blob_size_bytes, hexadecimal_of
 
@@ -52,7 +51,7 @@ class BlobCache:
             # The size is checked before reading, because a damaged file may have any size.
             data = path.read_bytes() if path.stat().st_size == size_bytes else b""
             if digest_of(data) == digest:
-                os.utime(path)  # marks it as recently read
+                mark_used(path)
                 return data
             log.warning("a router on disk was damaged; it is fetched anew", digest=digest)
             path.unlink()
@@ -69,6 +68,7 @@ class BlobCache:
         with self._lock:
             self._make_room(len(data))
             write_atomically(path, data)
+            mark_used(path)
 
     def _make_room(self, num_bytes: int) -> None:
         entries = []

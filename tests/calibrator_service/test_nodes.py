@@ -77,7 +77,9 @@ class Nodes:
         launch = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0")
         meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_ports(1)[0]}", "--rdzv-id=one")
         for node in ("0", "1"):
-            self.start(*launch, *meet, f"--local-addr=127.0.0.{1 + int(node)}", "-m", "fake_ranks")
+            # Both could listen at the endpoint, and the lost node must not be where they meet.
+            host = f"--rdzv-conf=is_host={int(node == '0')}"
+            self.start(*launch, *meet, host, f"--local-addr=127.0.0.{1 + int(node)}", "-m", "fake_ranks")
 
     def ended(self) -> tuple[list[int], list[list[dict]]]:
         """Exit statuses and the lines of the logs, by node, once all have ended."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import structlog
 
-from shared.files import write_atomically
+from shared.files import mark_used, write_atomically
 from shared.model.remembered.facts import Facts
 from shared.model.remembered.key import State, build_of, content_of, files_of, is_settled, key_of, sample_of, state_of
 from shared.model.remembered.packed import MappedFile, PackedMatrices, Table
@@ -80,7 +80,7 @@ class StartEntry:
         self._table, self.facts = table, Facts(record["facts"], self.keep)
         self._written = self.facts.known()
         with suppress(OSError):
-            os.utime(self._folder / _FACTS)  # marks it as recently used
+            mark_used(self._folder / _FACTS)
 
     def check(self) -> None:
         """Waits until the mapped matrices are checked. If they are damaged, removes the entry and forgets it. To be
@@ -137,6 +137,7 @@ class StartEntry:
         data = json.dumps(record | {"digest": _digest(record)}).encode()
         write_atomically(self._folder / _FACTS, data)
         self._written = facts
+        mark_used(self._folder / _FACTS)
         self._store.make_room(self._folder)
 
     def _is_unchanged(self) -> bool:
