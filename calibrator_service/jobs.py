@@ -222,8 +222,8 @@ class JobStore:
                 return {"failure_reason": report.reason, "failure_message": report.message}
             return {
                 "phase": report.phase,
-                # Less than a whole until it is published.
-                "fraction": min(max(report.fraction, 0.0), PUBLISHING_FRACTION),
+                # Less than a whole until it is published. A resumed job begins with what it had done.
+                "fraction": min(max(report.fraction, job.fraction), PUBLISHING_FRACTION),
                 "figures": json.dumps({**job.figures, **report.figures}),
             }
 

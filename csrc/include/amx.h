@@ -145,18 +145,19 @@ __attribute__((noinline)) void unit_panels(const Matrix& matrix, int64_t in_feat
       const uint8_t* ahead = end < matrix.panel_bytes ? panel + end : following;
       const float* inputs = x + k / kRoundedInputs * kGroupFloats;
       taken.take_apart(panel + begin, depth);
-      for (int64_t row = 0; row < rows;) {
+      for (int64_t row = 0, stop; row < rows; row = stop) {
         // All tiles are equally high: the last one begins early in place of ending late.
-        const int64_t stop = min64(rows, row + height), tile = stop - height;
+        stop = min64(rows, row + height);
+        const int64_t tile = stop - height;
         taken.sum_groups(inputs + tile * stride, stride, groups, sums, ahead,
                          row ? 0 : ceil_div(end - begin, 64 * groups));
-        const auto scale = [&](auto count) __attribute__((always_inline)) {
+        const auto scale = [&](auto count, int64_t r) __attribute__((always_inline)) {
           taken.template scale_rows<decltype(count)::value>(
-              inputs + row * stride, stride, groups, sums + (row - tile) * kPanel, c + row * c_stride, c_stride, k > 0);
-          row += decltype(count)::value;
+              inputs + r * stride, stride, groups, sums + (r - tile) * kPanel, c + r * c_stride, c_stride, k > 0);
         };
-        while (row + 4 <= stop) scale(Number<4>());
-        while (row < stop) scale(Number<1>());
+        int64_t r = row;
+        for (; r + 4 <= stop; r += 4) scale(Number<4>(), r);
+        for (; r < stop; ++r) scale(Number<1>(), r);
       }
     }
   }

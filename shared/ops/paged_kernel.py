@@ -202,9 +202,6 @@ def attend(
             most = tl.full((BR,), -float("inf"), tl.float32)
             whole = tl.zeros((BR,), tl.float32)
             joined = tl.zeros((BR, DVP), tl.float32)
-            if SINKS:
-                sink = tl.load(sinks + head, mask=of_group < GROUP, other=0.0)
-                most, whole = sink.to(tl.float32) * 1.4426950408889634, whole + 1.0
             for own in range(piece_of(least), piece_of(last) + 1):
                 largest, total, sums = attend_piece(
                     keys, values, block_tables, query, at, live, least, last, begin_of(own), begin_of(own + 1), table,
@@ -216,6 +213,11 @@ def attend(
                 keep, add = tl.exp2(before - shift), tl.exp2(largest - shift)
                 whole = whole * keep + total * add
                 joined = joined * keep[:, None] + sums * add[:, None]
+            if SINKS:  # last, since before the loop it would take registers through it
+                sink = tl.load(sinks + head, mask=of_group < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+                largest = tl.maximum(most, sink)
+                keep = tl.exp2(most - largest)
+                whole, joined = whole * keep + tl.exp2(sink - largest), joined * keep[:, None]
             result = joined / whole[:, None]
             to = out + out_row[:, None] * DV + dv[None, :]
             tl.store(to, result.to(out.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :])
@@ -232,8 +234,6 @@ def join(
     if (at >= 0) & (at < table_blocks * G) & (table >= 0) & (table < num_tables):
         row = token.to(tl.int64) * HEADS + tl.program_id(1)
         most, whole = -float("inf"), 0.0
-        if SINKS:
-            most, whole = tl.load(sinks + tl.program_id(1)).to(tl.float32) * 1.4426950408889634, 1.0
         joined = tl.zeros((DVP,), tl.float32)
         place = at.to(tl.int32)
         last = piece_of(place)
@@ -249,4 +249,9 @@ def join(
                 keep, add = tl.exp2(before - shift), tl.exp2(largest - shift)
                 whole = whole * keep + total * add
                 joined = joined * keep + sums * add
+        if SINKS:
+            sink = tl.load(sinks + tl.program_id(1)).to(tl.float32) * 1.4426950408889634
+            largest = tl.maximum(most, sink)
+            keep = tl.exp2(most - largest)
+            whole, joined = whole * keep + tl.exp2(sink - largest), joined * keep
         tl.store(out + row * DV + dv, (joined / whole).to(out.dtype.element_ty), mask=dv < DV)
