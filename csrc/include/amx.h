@@ -58,12 +58,11 @@ template <int kSum, int kInput, int kQuant, bool kSignedQuants> NEAP_INLINE void
 // A depth block of a panel, taken apart.
 template <Format kFormat>
 struct UnitBlock {
-  typedef Quants<kFormat> Reader;
+  typedef RoundedQuants<kFormat> Reader;
   static constexpr int kGroup = Reader::kGroup, kGroups = kDepthBlock / kGroup;
-  static constexpr bool kHasOffset = kFormat == kQ4_1 || kFormat == kQ5_1 || kFormat == kQ4_K || kFormat == kQ5_K;
   static constexpr bool kSigned = Reader::kBias != 0 || Reader::kLayout.bits == 8;
   UintVec quants[kDepthBlock / 4];
-  Vec scales[kGroups], offsets[kHasOffset ? kGroups : 1];
+  Vec scales[kGroups], offsets[Reader::kHasOffset ? kGroups : 1];
 
   void take_apart(const uint8_t* block, int64_t depth) {
     Reader reader;
@@ -72,7 +71,7 @@ struct UnitBlock {
     for (int64_t group = 0; group < depth / kGroup; ++group) {
       reader.open(group * kGroup);
       scales[group] = reader.scale[0];
-      if constexpr (kHasOffset) offsets[group] = reader.offset[0];
+      if constexpr (Reader::kHasOffset) offsets[group] = reader.offset[0];
       for_inputs<kGroup / 8>([&](auto line) __attribute__((always_inline)) {
         reader.load(group * kGroup + 8 * decltype(line)::value);
         *to++ = without_bias(reader.template quads<0>(0));
@@ -117,7 +116,7 @@ struct UnitBlock {
         const InputGroup& input = reinterpret_cast<const InputGroup*>(x + r * stride)[at];
         const Vec sum = __builtin_convertvector(*reinterpret_cast<const IntVec*>(sums + r * kPanel), Vec);
         total[r] = fma(sum * splat(input.scale), scales[group], total[r]);
-        if constexpr (kHasOffset) total[r] = fma(splat(input.scaled_sum), offsets[group], total[r]);
+        if constexpr (Reader::kHasOffset) total[r] = fma(splat(input.scaled_sum), offsets[group], total[r]);
       }
     }
     for (int r = 0; r < kRows; ++r) {

@@ -146,6 +146,8 @@ struct RoundedQuants : Quants<kFormat> {
   // groups of 32 inputs are independent sums, so one panel keeps it busy.
   static constexpr int kHeld = 2, kSums = 2, kStreamRows = 1;
   static constexpr bool kShared = false;
+  // Whether sums of inputs are multiplied, too. A bias is subtracted from the sums of products instead.
+  static constexpr bool kHasOffset = kFormat == kQ4_1 || kFormat == kQ5_1 || kFormat == kQ4_K || kFormat == kQ5_K;
 };
 
 #if defined(NEAP_NEON)
@@ -168,7 +170,6 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
   typedef RoundedQuants<kFormat> Reader;
   static_assert(kPanels == 1, "the sums of one panel fill the registers");
   constexpr int kGroup = Reader::kGroup, kLines = kGroup / 8;
-  constexpr bool kHasOffset = kFormat == kQ4_1 || kFormat == kQ5_1 || kFormat == kQ4_K || kFormat == kQ5_K;
 #if defined(NEAP_I8MM)
   constexpr int kPairs = kRows / 2;
 #else
@@ -240,7 +241,7 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
           total -= vdupq_n_s32(Reader::kBias * (kGroup == 16 ? input.sums[half] : input.sums[0] + input.sums[1]));
         const Vec product = (Vec)vcvtq_f32_s32(total) * splat(input.scale);
         sum[r][v] = fma(product, reader.scale[v], sum[r][v]);
-        if constexpr (kHasOffset) sum[r][v] = fma(splat(input.scaled_sum), reader.offset[v], sum[r][v]);
+        if constexpr (Reader::kHasOffset) sum[r][v] = fma(splat(input.scaled_sum), reader.offset[v], sum[r][v]);
       }
     }
   }
@@ -252,7 +253,6 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
   typedef RoundedQuants<kFormat> Reader;
   typedef ByteSums<Reader::kLayout.bits> Quads;
   constexpr int kColumns = kPanels * kPanelVecs, kGroup = Reader::kGroup, kWords = kGroup / 4, kLine = 8;
-  constexpr bool kHasOffset = kFormat == kQ4_1 || kFormat == kQ5_1 || kFormat == kQ4_K || kFormat == kQ5_K;
   constexpr int32_t kBias = Reader::kBias + Quads::kBias;
   const uint8_t* ahead = t.ahead.next;
   const int64_t ahead_step = kLine * t.ahead.step, ahead_stride = t.ahead.panel_stride;
@@ -310,7 +310,7 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
         const Reader& reader = readers[c / kPanelVecs];
         const Vec product = __builtin_convertvector(quads[r][c].total, Vec) * scale;
         sum[r][c] = fma(product, reader.scale[c % kPanelVecs], sum[r][c]);
-        if constexpr (kHasOffset) sum[r][c] = fma(scaled_sum, reader.offset[c % kPanelVecs], sum[r][c]);
+        if constexpr (Reader::kHasOffset) sum[r][c] = fma(scaled_sum, reader.offset[c % kPanelVecs], sum[r][c]);
       }
     }
   }
