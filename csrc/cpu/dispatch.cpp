@@ -2,7 +2,8 @@
 //
 // The choice follows the processor's features and nothing else: instruction sets differ in the last bits of their
 // results, so machines of one kind must choose alike (decision 003). Each set asks for exactly what its object is
-// compiled with, ISA_FLAGS in shared/ops/build.py, and `amx` for its unit besides.
+// compiled with: ISA_FLAGS in shared/ops/build.py. `amx`, which needs the system's leave for its unit as well, gives
+// the bits of the set whose object it is in.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)

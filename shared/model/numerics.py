@@ -32,8 +32,7 @@ log = structlog.get_logger("neap.model")
 
 # Tokens of the passes that are compared: a prompt in two pieces, one token, and a few beside another sequence's.
 _PIECE, _PROMPT, _FEW, _OTHER = 2, 19, 4, 6
-# Paths that give the bits of a narrower one: always, and unless inputs of matmuls are rounded to bfloat16.
-_ALIKE = {"dotprod": "neon", "amx": "avx512bf16"}
+# Paths that give the bits of a narrower one unless inputs of matmuls are rounded to bfloat16.
 _ALIKE_UNROUNDED = {"avx512bf16": "avx512", "i8mm": "neon"}
 
 
@@ -208,8 +207,7 @@ def cpu_path(loaded: LoadedModel) -> str:
     """The name of the CPU kernels that decide the model's bits. Empty if none of them runs."""
     if loaded.acceleration is None:
         return ""
-    path = ops.cpu_isa()
-    path = _ALIKE.get(path, path)
+    path = ops.cpu_bits()
     return path if loaded.compute_dtype == torch.bfloat16 else _ALIKE_UNROUNDED.get(path, path)
 
 

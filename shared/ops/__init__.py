@@ -25,6 +25,9 @@ from shared.errors import PreconditionFailed
 NO_TOKEN = -1
 LIBRARY = Path(__file__).resolve().parent / "_lib" / "libneap_ops.so"
 
+# Instruction sets that give the bits of a narrower one in everything.
+_ALIKE = {"dotprod": "neon", "amx": "avx512bf16"}
+
 _lock = threading.Lock()
 _loaded = False
 
@@ -253,6 +256,12 @@ def cpu_isa() -> str:
     begin_call()
     name: str = torch.ops.neap.cpu_isa()
     return name
+
+
+def cpu_bits() -> str:
+    """The instruction set whose bits the one in use gives in everything: a narrower one's, or its own."""
+    isa = cpu_isa()
+    return _ALIKE.get(isa, isa)
 
 
 def set_cpu_isa(name: str) -> None:

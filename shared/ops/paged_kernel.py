@@ -145,6 +145,15 @@ def attend_piece(
     return largest, total, sums
 
 
+@triton.jit
+def add_sink(most, whole, sink):
+    """What to multiply the sums of values by, and the sum of shares with a key of score `sink` and value zero."""
+    score = sink.to(tl.float32) * 1.4426950408889634
+    largest = tl.maximum(most, score)
+    keep = tl.exp2(most - largest)
+    return keep, whole * keep + tl.exp2(score - largest)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def attend(
     q, keys, values, sinks, out, parts, marks, block_tables, table_indices, positions, work,
@@ -214,10 +223,8 @@ def attend(
                 whole = whole * keep + total * add
                 joined = joined * keep[:, None] + sums * add[:, None]
             if SINKS:  # last, since before the loop it would take registers through it
-                sink = tl.load(sinks + head, mask=of_group < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
-                largest = tl.maximum(most, sink)
-                keep = tl.exp2(most - largest)
-                whole, joined = whole * keep + tl.exp2(sink - largest), joined * keep[:, None]
+                keep, whole = add_sink(most, whole, tl.load(sinks + head, mask=of_group < GROUP, other=0.0))
+                joined *= keep[:, None]
             result = joined / whole[:, None]
             to = out + out_row[:, None] * DV + dv[None, :]
             tl.store(to, result.to(out.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :])
@@ -250,8 +257,6 @@ def join(
                 whole = whole * keep + total * add
                 joined = joined * keep + sums * add
         if SINKS:
-            sink = tl.load(sinks + tl.program_id(1)).to(tl.float32) * 1.4426950408889634
-            largest = tl.maximum(most, sink)
-            keep = tl.exp2(most - largest)
-            whole, joined = whole * keep + tl.exp2(sink - largest), joined * keep
+            keep, whole = add_sink(most, whole, tl.load(sinks + tl.program_id(1)))
+            joined *= keep
         tl.store(out + row * DV + dv, (joined / whole).to(out.dtype.element_ty), mask=dv < DV)

@@ -36,8 +36,8 @@ Position = tuple[list[Draft], int]
 def joint_positions(
     ladder: Ladder, chunks: Sequence[StateChunk], sequences: Sequence[LabelledSequence], vocabulary: DraftVocabulary
 ) -> Iterator[Position]:
-    """Up to MAX_POSITIONS positions of a split, with every proposer asked. `sequences`: those of the
-    chunks, in the same order, or the first of them."""
+    """Up to MAX_POSITIONS positions of a split, with every proposer asked. `sequences`: those of the chunks, in
+    the same order, or the first of them."""
     exits = _exit_drafts(ladder, chunks, vocabulary) if ladder.exits else repeat(())
     tables = (draft for sequence in sequences for draft in table_positions(ladder, sequence))
     known = (

@@ -101,7 +101,7 @@ class Ranks:
     def check_alike(self, facts: dict[str, str]) -> None:
         """As the function `check_alike`, with facts about this machine beside those given. All ranks call it."""
         theirs: list[Any] = [None] * self.size
-        dist.all_gather_object(theirs, facts | {"cpu_path": ops.cpu_isa(), "torch": torch.__version__})
+        dist.all_gather_object(theirs, facts | {"cpu_path": ops.cpu_bits(), "torch": torch.__version__})
         check_alike(theirs)
 
 

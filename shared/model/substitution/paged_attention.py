@@ -113,8 +113,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] of the pass' new tokens -> ([1, T, Hq, Dv], None).
 
-    Raises `NotImplementedError` for biases, dropout, requests for the weights, and passes that are not
-    paged.
+    Raises `NotImplementedError` for biases, dropout, requests for the weights, and passes that are not paged.
     """
     sinks = kwargs.pop("s_aux", None)
     refuse_unsupported(NAME, dropout, kwargs)

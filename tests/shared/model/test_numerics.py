@@ -125,7 +125,7 @@ def test_sets_that_give_the_same_bits_have_one_name(
     loaded = accelerated("llama")
     monkeypatch.setattr(ops, "cpu_isa", lambda: isa)
     assert module.cpu_path(loaded) == unrounded
-    assert module.cpu_path(replace(loaded, compute_dtype=torch.bfloat16)) == rounded
+    assert module.cpu_path(replace(loaded, compute_dtype=torch.bfloat16)) == rounded == ops.cpu_bits()
 
 
 def test_a_pass_that_does_not_agree_breaks_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,8 @@ BUGS = {
     "rows beyond a group": ("live = live & (of_group < GROUP)", "live = live & (of_group < GROUP + 1)", "several"),
     "a tile that goes on beyond its border": (" & (at % TOK != 0)", "", "a border"),
     "a sink of another head": ("tl.load(sinks + head,", "tl.load(sinks + kv_head,", "sinks"),
-    "a sink that pieces do not have": ("tl.load(sinks + tl.program_id(1)).to(tl.float32) * 1.4426950408889634, 1.0",
-                                       "-float('inf'), 0.0", "sinks"),
+    "a sink that pieces do not have": ("keep, whole = add_sink(most, whole, tl.load(sinks + tl.program_id(1)))",
+                                       "keep = 1.0", "sinks"),
     "a share of the list of work left out": ("start += tl.sum(count, 0)", "start += tl.max(count, 0)", "pieces"),
 }  # fmt: skip
 
