@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import transformers as hf
 from _pytest.mark import ParameterSet
 
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
+from tests.tiers import tiered
 
 VOCABULARY_SIZE = 97
 NUM_LAYERS = 6
@@ -193,7 +193,7 @@ USUAL = {"llama", "gpt2", "mixtral", "gemma3-sliding", "phi3-longrope"}
 
 def by_tier(names: Iterable[str]) -> list[ParameterSet]:
     """Parameters of a test: those that are not in USUAL are of the full tier."""
-    return [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in names]
+    return tiered(names, USUAL)
 
 
 # Families whose configuration names a position where behaviour changes, all before position 2 * BORDER.

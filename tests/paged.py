@@ -2,7 +2,9 @@
 
 import torch
 
+from shared.model.footprint import kv_token_bytes
 from shared.model.loaded import LoadedModel, wrap_model
+from shared.model.paged_kv import BLOCK_TOKENS
 from shared.model.paged_pass import LayerTransform
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import Recorder
@@ -22,6 +24,12 @@ def load_family(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     # Real GPT-2 models have none.
     model.config.pad_token_id = None
     return wrap_model(model)
+
+
+def block_bytes(loaded: LoadedModel) -> int:
+    """Of a block's keys and values in all layers."""
+    config = loaded.model.config.get_text_config(decoder=True)
+    return BLOCK_TOKENS * kv_token_bytes(config, loaded.model.dtype)
 
 
 def make_runner(

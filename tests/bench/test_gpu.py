@@ -8,6 +8,7 @@ from shared.model.loaded import wrap_model
 from tests.families import build_family
 
 
+@pytest.mark.full
 def test_a_row_for_each_number_of_requests(capsys: pytest.CaptureFixture[str]) -> None:
     found = compare(impose(SHAPES["tiny"], (2, 4), 0.8), [1, 2], 1)
     assert set(found) == {1, 2}

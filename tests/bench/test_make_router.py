@@ -70,6 +70,7 @@ def test_time_or_tokens_limit_it(given, limits):
     assert (spec.max_tokens, spec.time_budget_s) == limits
 
 
+@pytest.mark.full
 def test_it_makes_a_router_and_a_second_run_continues_from_the_work_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(make_router, "TREE", tmp_path)  # where the record looks for the prompts
     model = tmp_path / "model"

@@ -10,6 +10,8 @@ from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.head_rows import Matmul
 from shared.ops import runs_on
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:

@@ -85,6 +85,7 @@ def test_workers_write_what_the_model_would(loaded, local, expected, tmp_path, m
     assert all(request.priority == 100 for request in asked)
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_costs_its_unanswered_prompts_only(loaded, local, expected, tmp_path):
     with ExitStack() as first, worker(tmp_path / "b") as other:
         dying = first.enter_context(worker(tmp_path / "a"))
@@ -102,6 +103,7 @@ def test_a_worker_that_dies_costs_its_unanswered_prompts_only(loaded, local, exp
     assert [answer.tokens for answer in found] == expected
 
 
+@pytest.mark.full
 def test_without_a_worker_left_the_rest_is_written_here(loaded, local, expected, tmp_path):
     with ExitStack() as first:
         dying = first.enter_context(worker(tmp_path))

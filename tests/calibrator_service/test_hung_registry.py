@@ -24,6 +24,7 @@ def service(start_service, own_redis, s3):
     service.terminate()
 
 
+@pytest.mark.full
 def test_jobs_go_on_while_redis_hangs(service, own_redis):
     first = service.create("wait", "one")
     watch = service.calibrations.WatchCalibration(

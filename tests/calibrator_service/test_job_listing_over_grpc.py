@@ -1,5 +1,6 @@
 """Lists of jobs, and records that cannot be read."""
 
+import pytest
 from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
@@ -23,6 +24,7 @@ def test_listing_pages_and_filters(start_service):
     assert error.reason == "BAD_PAGE_TOKEN", "of another request"
 
 
+@pytest.mark.full
 def test_lists_have_no_prompts_and_end_at_a_number_of_bytes(start_service, tmp_path):
     """Three jobs whose prompts together are larger than a message may be, and then records that are large
     themselves."""
@@ -54,6 +56,7 @@ def test_lists_have_no_prompts_and_end_at_a_number_of_bytes(start_service, tmp_p
     assert sizes == [2, 2]
 
 
+@pytest.mark.full
 def test_unreadable_records_do_not_hide_other_jobs(service):
     """Records as after a downgrade, of a queued and of an ended job."""
     blocker = service.create("wait", "blocker")

@@ -113,6 +113,7 @@ def statistics_of(service, version: int) -> bytes:
         return registry.read_blob(registry.get("tiny", version), STATISTICS_BLOB)
 
 
+@pytest.mark.full
 def test_a_job_keeps_the_version_that_its_alias_named(service):
     """The second job is killed and resumed after the alias has moved, and its request is repeated."""
     assert service.end_of(service.create("with-statistics", "one")).router_version == 1

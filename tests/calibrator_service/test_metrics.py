@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service.job import Ended, JobState
@@ -17,6 +18,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 SPEC = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())
 
 
+@pytest.mark.full
 def test_a_service_counts_the_outcomes_of_its_jobs(start_service):
     service = start_service("--model", "tiny=/a", "--metrics-listen", "127.0.0.1:0")
     assert service.end_of(service.create("die-once")).state == pb.STATE_SUCCEEDED

@@ -68,6 +68,7 @@ def test_death_of_the_service_does_not_count_against_the_job(tmp_path):
         service.stop()
 
 
+@pytest.mark.full
 def test_a_process_that_cannot_be_started_is_tried_again(supervisor, monkeypatch):
     monkeypatch.setattr(service_thread, "RETRY_INTERVAL_S", 0.05)
     real, refusals = job_process.subprocess.Popen, [OSError("no memory")] * (MAX_RESUMES + 2)

@@ -115,13 +115,8 @@ def test_the_whole_story_and_another_that_begins_anew_and_is_interrupted(model_f
     assert "router 1 was learned" in said
 
 
-@pytest.mark.parametrize(
-    ("number", "place"),
-    [
-        (signal.SIGINT, "1. day 0"),
-        pytest.param(signal.SIGTERM, "2. meanwhile", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "place"), [(signal.SIGINT, "1. day 0"), (signal.SIGTERM, "2. meanwhile")])
 def test_an_interrupted_demo_leaves_nothing(model_folder: Path, tmp_path: Path, number: int, place: str):
     interrupted(number, place, model_folder, tmp_path)
 

@@ -42,6 +42,7 @@ def _ranks(folder, tmp_path, name):
         yield process, address, other, lines
 
 
+@pytest.mark.full
 def test_exact_is_full_and_both_ranks_end_together(folder, tmp_path):
     with _ranks(folder, tmp_path, "log") as (process, address, other, lines):
         with NeapClient(address) as client:

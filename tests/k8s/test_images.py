@@ -76,6 +76,7 @@ def test_the_versions_of_torch_agree():
     assert "cuda-toolkit[cudart,nvcc]==${CUDA_VERSION}.*" in index["gpu"]
 
 
+@pytest.mark.full
 def test_what_a_gpu_image_asks_of_its_library_can_be_asked():
     (asks,) = re.findall(r"python -c '([^']+)'", stages()["gpu-build"])
     result = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=False)

@@ -161,6 +161,7 @@ def test_the_dashboards_of_the_cluster_are_the_files():
     assert dashboards["data"] == {path.name: path.read_text() for path in files}
 
 
+@pytest.mark.full
 def test_alerts_fire_when_they_should_and_not_before(tmp_path):
     """By Prometheus' own tool, over series of numbers. The tests above run without it."""
     promtool = shutil.which("promtool")

@@ -99,6 +99,7 @@ print(before, "neap_engine.face" in sys.modules, torch.get_num_threads())
 """
 
 
+@pytest.mark.full
 def test_the_import_loads_nothing_and_a_name_all_of_it_with_threads_that_fit(tmp_path):
     """Also if torch is there already."""
     (tmp_path / "process").write_text("0::/\n")

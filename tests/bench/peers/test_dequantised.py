@@ -9,6 +9,7 @@ from shared.model.load import load_model
 from tests.gguf_files import write_llama
 
 
+@pytest.mark.full
 def test_a_folder_is_the_file_in_float32_and_made_once(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_llama(file, add_more=lambda writer: writer.add_tokenizer_pre("smollm"))
@@ -25,6 +26,7 @@ def test_a_folder_is_the_file_in_float32_and_made_once(tmp_path: Path) -> None:
     assert converted.tokenizer(" 12")["input_ids"] == stored.tokenizer(" 12")["input_ids"]
 
 
+@pytest.mark.full
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"no model")
     with pytest.raises(Corrupt):

@@ -43,6 +43,7 @@ def parent_of(folder: Path, result: CalibrationResult, loaded: LoadedModel) -> P
     return Parent.with_heads(folder / "statistics", folder / "heads", router, loaded)
 
 
+@pytest.mark.full
 def test_a_pool_whose_own_head_is_better_gets_it(counting, tmp_path, monkeypatch):
     first = calibrate(counting, of_pool(traffic(tmp_path, 1, counting)))
     spec = of_pool(traffic(tmp_path, 2, counting))
@@ -72,6 +73,7 @@ def test_heads_are_compared_by_tokens_a_pass():
     assert pipeline.tokens_per_pass(found) == 1.0
 
 
+@pytest.mark.full
 def test_generations_of_a_pool_have_the_heads_of_the_first(counting, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "LEAST_GAIN", 1e9)
     first = calibrate(

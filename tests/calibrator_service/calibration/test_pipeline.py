@@ -33,6 +33,7 @@ from shared.model.loaded import LoadedModel, wrap_model
 from tests.calibrator_service.calibration.conftest import make_tokenizer
 from tests.families import build_family
 from tests.reasons import raises
+from tests.tiers import tiered
 
 # Prompts, because the beginnings that the tiny model writes itself are nearly always the same few.
 PROMPTS = tuple(f"w{7 * i % 24} w{(i // 24 + i) % 24}" for i in range(300))
@@ -132,10 +133,10 @@ class Killed(BaseException):
     """Stands for the death of the process: no handler may catch it."""
 
 
-RARELY = [pytest.param(phase, marks=pytest.mark.full) for phase in ("training_heads", "training_confidence")]
+PHASES = ("collecting", "training_heads", "training_confidence", "evaluating")
 
 
-@pytest.mark.parametrize("phase", ["collecting", *RARELY, "evaluating"])
+@pytest.mark.parametrize("phase", tiered(PHASES, {"collecting"}))
 def test_a_killed_run_continues_to_the_same_ladder(base_model, tmp_path, finished, phase):
     def die(progress: Progress) -> None:
         if progress.phase == phase and progress.fraction > 0.2:
@@ -147,6 +148,7 @@ def test_a_killed_run_continues_to_the_same_ladder(base_model, tmp_path, finishe
     assert_same_but_for_rounding(again, finished[0])
 
 
+@pytest.mark.full
 def test_recomputed_states_give_the_same_ladder(base_model, tmp_path, finished, monkeypatch):
     """As on a GPU, with tokens only on disk."""
     scale = PassSizes(rows=64, keeps_states=False)
@@ -164,7 +166,7 @@ def test_a_finished_run_adds_nothing_to_its_sums(base_model, finished, monkeypat
     assert_same_but_for_rounding(calibrate(base_model, SPEC, work_dir=folder), result)
 
 
-@pytest.mark.parametrize("phase", ["collecting", *RARELY])
+@pytest.mark.parametrize("phase", tiered(PHASES[:3], {"collecting"}))
 def test_cancel(base_model, tmp_path, phase):
     seen: list[str] = []
     with pytest.raises(Cancelled):
@@ -240,6 +242,7 @@ def test_heads_learn_chains_from_answers_that_were_given_before(base_model, tmp_
     assert result.report["relaxed"]["num_answers"] > 0
 
 
+@pytest.mark.full
 def test_a_model_that_repeats_itself_ends(counting, monkeypatch):
     monkeypatch.setattr(stream, "MAX_STALE_SEQUENCES", 100)
     spec = replace(SPEC, source=SelfGenerated(prompts=("w1 w2",) * 1000), max_tokens=5000)
@@ -296,7 +299,7 @@ def test_a_time_budget_that_is_too_short_is_named_as_the_cause(counting):
 
 
 @pytest.mark.usefixtures("_by_tokens")
-@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("is_given", tiered([False, True], {False}))
 def test_a_run_that_is_killed_after_its_time_for_text_continues(counting, tmp_path, is_given):
     learned = []
 
@@ -342,6 +345,7 @@ def test_fewer_tokens_than_features_publish_no_exit(base_model, tmp_path):
     assert manifest["proposers"][1]["figures"]["positions"] == tokens["report"]
 
 
+@pytest.mark.full
 def test_a_model_that_answers_one_token_gets_no_exit(tmp_path, monkeypatch):
     """Always naming the commonest token is right everywhere: no exit is better."""
     monkeypatch.setattr("calibrator_service.calibration.plan.DEFAULT_NEW_TOKENS", 24)
@@ -382,6 +386,7 @@ def test_without_limits_the_quick_budget_applies(counting):
     assert bounds(CalibrationSpec(max_tokens=9, time_budget_s=7.0)) == (9, 7.0)
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_have_exits_gets_the_tables_and_the_reason(tmp_path):
     """The LM head of this model reads states of another width than its layers have."""
     loaded = wrap_model(build_family("opt"), make_tokenizer(chat=False), model_id="opt")

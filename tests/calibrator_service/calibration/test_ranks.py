@@ -60,6 +60,7 @@ def cases(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> 
     return made, of_ranks, folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["written", "given"])
 def test_two_ranks_make_the_router_of_one(cases, name):
     made, of_ranks, _ = cases
@@ -77,6 +78,7 @@ def test_two_ranks_make_the_router_of_one(cases, name):
     assert heard[-1] == 1.0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["written", "given"])
 def test_sums_are_those_of_one_rank(cases, tmp_path, name):
     made, of_ranks, _ = cases
@@ -97,6 +99,7 @@ def test_sums_are_those_of_one_rank(cases, tmp_path, name):
         torch.testing.assert_close(moments.targets, theirs.moments[depth].targets, rtol=1e-3, atol=0.05)
 
 
+@pytest.mark.full
 def test_heads_that_both_have_trained_are_as_good_as_those_of_one(cases):
     made, of_ranks, _ = cases
     solved, alone = (made[name].report["proposers"] for name in ("written", "trained"))
@@ -106,6 +109,7 @@ def test_heads_that_both_have_trained_are_as_good_as_those_of_one(cases):
         assert together[name]["agreement_1"] == pytest.approx(alone[name]["agreement_1"], abs=0.05)
 
 
+@pytest.mark.full
 def test_each_rank_keeps_its_own_states(cases):
     _, _, folder = cases
     for name in ("written", "given"):
@@ -119,11 +123,13 @@ def test_each_rank_keeps_its_own_states(cases):
     assert len(list((folder / "written" / "text").iterdir())) > 2
 
 
+@pytest.mark.full
 def test_ranks_of_different_models_refuse(cases):
     _, of_ranks, _ = cases
     assert [result for result, _ in of_ranks["differ"]] == ["RANKS_DIFFER"] * 2
 
 
+@pytest.mark.full
 def test_one_ranks_error_ends_the_others(cases):
     _, of_ranks, _ = cases
     assert [result for result, _ in of_ranks["missing"]] == ["FILE_NOT_FOUND", "RANK_LOST"]

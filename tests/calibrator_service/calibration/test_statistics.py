@@ -119,6 +119,7 @@ def test_sums_of_wide_models_are_projected_into_the_limit(hidden_size, num_exits
     assert num_exits * found * torch.half.itemsize * 7 * hidden_size <= module.MAX_BYTES
 
 
+@pytest.mark.full
 def test_a_child_goes_on_from_projected_sums(first, counting, monkeypatch, tmp_path):
     """Its own sums are whole, those of its parent are told in fewer directions; all else is as without the limit."""
     whole = first.statistics.to_bytes()
@@ -243,6 +244,7 @@ def assert_same_sums(one: Statistics | None, two: Statistics | None) -> None:
         torch.testing.assert_close(moments.targets, other.targets, rtol=1e-3, atol=0.05)
 
 
+@pytest.mark.full
 def test_the_sums_are_those_of_everything_at_once(first, counting, tmp_path):
     second = write_lines(tmp_path / "second.jsonl", 2)
     child = calibrate(counting, spec_of(second), parent=parent_of(first))
@@ -258,6 +260,7 @@ def test_the_sums_are_those_of_everything_at_once(first, counting, tmp_path):
     assert_same_sums(grandchild.statistics, all_three.statistics)
 
 
+@pytest.mark.full
 def test_text_that_the_parent_knows_is_not_counted_again(first, counting, tmp_path):
     """A log that has grown: only its new lines are learned from, and no known prompt is measured."""
     grown = write_lines(tmp_path / "grown.jsonl", 1, 2)
@@ -277,10 +280,8 @@ def _heads_only(tmp_path: Path, first: CalibrationResult) -> Path:
     return path
 
 
-RARELY = [pytest.param(phase, marks=pytest.mark.full) for phase in ("collecting", "evaluating")]
-
-
-@pytest.mark.parametrize("phase", ["training_confidence", *RARELY])
+@pytest.mark.full
+@pytest.mark.parametrize("phase", ["collecting", "training_confidence", "evaluating"])
 def test_a_run_that_is_killed_and_resumed_adds_its_parent_once(first, counting, tmp_path, phase):
     spec = spec_of(write_lines(tmp_path / "second.jsonl", 2))
     whole = calibrate(counting, spec, parent=parent_of(first))

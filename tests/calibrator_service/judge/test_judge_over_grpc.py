@@ -81,6 +81,7 @@ def begin(service: Service, version: int, **more) -> pb.AliasChange:
     return service.routers.BeginTrial(request, timeout=30).change
 
 
+@pytest.mark.full
 def test_a_trial_survives_the_death_of_its_service_and_ends_in_a_promotion(judging):
     wait_until(lambda: acting(judging))
     change = begin(judging, 2, actor="ann", reason="more text")
@@ -169,6 +170,7 @@ def test_orders(judging):
     begin(judging, 2)
 
 
+@pytest.mark.full
 def test_of_two_services_of_a_registry_one_takes_reports(judging, start_service, tmp_path):
     wait_until(lambda: acting(judging))
     other_folder = tmp_path / "other"

@@ -45,6 +45,7 @@ def test_the_model_says_what_a_request_leaves_open(worker):
         assert model["neap"]["generation_defaults"] == {"top_k": 1, "max_tokens": 5}
 
 
+@pytest.mark.full
 def test_openais_defaults_hold_where_they_are_asked_for(worker):
     with gateway_to(worker.target, generation_defaults="openai") as gateway:
         warm, length = answers(gateway, ignore_eos=True)

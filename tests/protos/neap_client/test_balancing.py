@@ -86,6 +86,7 @@ def test_replicas_share_the_calls_and_a_new_one_gets_its_part(replicas):
         assert min(shares(40)) >= 5
 
 
+@pytest.mark.full
 def test_no_stream_is_lost_when_connections_end_by_age(replicas):
     """A stream that outlives many connections, and short calls that begin while connections end."""
     released = threading.Event()

@@ -35,6 +35,7 @@ from tests.constrained import (
 )
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
+from tests.tiers import tiered
 from tests.worker import EOS
 
 PROMPTS = ("hello", "a b a b a b", '{"hello": "')
@@ -67,9 +68,9 @@ def accepted_of(answer: Generation, proposer: str) -> int:
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *((name, "greedy") for name in CONSTRAINTS),
+        *tiered(((name, "greedy") for name in CONSTRAINTS), {("object", "greedy"), ("lark", "greedy")}),
         *(("object", way) for way in WAYS if way != "greedy"),
-        *(pytest.param(name, "filtered", marks=pytest.mark.full) for name in CONSTRAINTS if name != "object"),
+        *tiered(((name, "filtered") for name in CONSTRAINTS if name != "object"), ()),
     ],
 )
 def test_exact_is_full_alone_and_in_company(loaded, ladder, name, way):
@@ -179,15 +180,10 @@ def test_relaxed_never_leaves_the_grammar(loaded, policy):
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [
-        ("object", "greedy"),
-        ("tree", "sampled"),
-        ("pairs", "penalised"),
-        *(
-            pytest.param(name, way, marks=pytest.mark.full)
-            for name, way in [("object", "sampled"), ("tree", "greedy"), ("pairs", "greedy"), ("tree", "penalised")]
-        ),
-    ],
+    tiered(
+        [(name, way) for name in ("object", "tree", "pairs") for way in ("greedy", "sampled", "penalised")],
+        {("tree", "sampled")},
+    ),
 )
 def test_an_answer_that_is_resumed_at_any_cut_is_the_same(loaded, ladder, name, way):
     options = {"constraint": CONSTRAINTS[name], "sampling": WAYS[way], "max_tokens": 60}
@@ -207,7 +203,7 @@ def test_an_answer_outside_the_grammar_is_not_resumed(loaded, ladder):
     assert caught.value.reason == "CONSTRAINT_BROKEN"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", tiered(WAYS, {"penalised"}))
 def test_a_request_that_is_put_back_goes_on_in_the_grammar(loaded, ladder, way):
     constraint = Constraint(regex="(([ab][0-9]{2})|([cd][A-Z]{2})){40}")
     options = {"constraint": constraint, "sampling": WAYS[way]}

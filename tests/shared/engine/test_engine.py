@@ -232,6 +232,7 @@ def test_no_more_run_at_once_than_asked(loaded):
     assert max(running for running, _ in seen) == 2
 
 
+@pytest.mark.full
 def test_no_more_share_a_step_than_asked_after_all_have_paused(loaded, monkeypatch):
     """Each has paused when the next is admitted, and then all go on."""
     sizes = []

@@ -16,6 +16,7 @@ from tests import paged
 from tests.families import BORDER, BORDERED, DEPENDS_ON_COMPANY, FAMILIES, VOCABULARY_SIZE, build_family, by_tier
 from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
+from tests.tiers import tiered
 
 NUM_NEW = 16
 PROMPT_LENGTHS = (9, 6, 3)
@@ -98,8 +99,8 @@ def _loaded_for(kind: str, family: str) -> tuple[LoadedModel, dict[str, Any]]:
     return wrap_model(build_family(family), accelerate=kind == "accelerated"), {}
 
 
-@pytest.mark.parametrize("family", by_tier(BORDERED))
-@pytest.mark.parametrize("kind", ["accelerated", "paged", "plain"])
+@pytest.mark.parametrize("family", tiered(BORDERED, {"gemma3-sliding"}))
+@pytest.mark.parametrize("kind", tiered(["accelerated", "paged", "plain"], {"paged"}))
 def test_beyond_its_border_a_family_gives_the_tokens_of_generate(kind, family, monkeypatch):
     """Alone and in company, in pieces, over kept prefixes, and with drafts across the border."""
     if kind == "plain" and family not in DEPENDS_ON_COMPANY:

@@ -21,7 +21,7 @@ from shared.model.paged_kv import BLOCK_TOKENS
 from shared.model.paged_runner import PagedRunner
 from tests.families import VOCABULARY_SIZE
 from tests.fixed_costs import fixed_cost_engine
-from tests.paged import load_family, make_runner
+from tests.paged import block_bytes, load_family, make_runner
 from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
 from tests.waiting import wait_until
@@ -48,7 +48,7 @@ def own(loaded: LoadedModel) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 def paged_engine(loaded: LoadedModel, *, shares_prefixes: bool = True) -> Engine:
     """Room for about three of these requests at once, prefixes included."""
-    budget = NUM_PAGES * make_runner(loaded).pool.block_bytes
+    budget = NUM_PAGES * block_bytes(loaded)
     cached = budget // 3 if shares_prefixes else 0
     return fixed_cost_engine(loaded, kv_budget_bytes=budget, prefix_cache_bytes=cached, runner_of=make_runner)
 
@@ -164,6 +164,7 @@ def test_a_prompt_with_a_cached_prefix_takes_over_blocks(loaded):
     assert tuple(tokens) == expected
 
 
+@pytest.mark.full
 def test_a_request_counts_by_whole_blocks(engine):
     assert engine.kv_budget_bytes == NUM_PAGES * BLOCK_TOKENS * engine.kv_token_bytes
     asked = request(STEM, DepthPolicy("full"), max_tokens=41)  # 81 positions are six blocks
@@ -175,6 +176,7 @@ def test_a_request_counts_by_whole_blocks(engine):
     assert len(all_tokens(handle)) == 41
 
 
+@pytest.mark.full
 def test_exact_is_full_with_random_exits(own, engine):
     """A ladder's own exits with recorded passes."""
     ladder = random_ladder(engine.loaded, 4, (0, 2, 3), agreement=1.0)
@@ -200,6 +202,7 @@ def test_right_drafts_are_accepted_in_shared_passes():
             assert finished.depth.num_accepted > 0.5 * finished.depth.num_drafted
 
 
+@pytest.mark.full
 def test_a_caller_that_looks_for_prefixes_holds_no_blocks(loaded, monkeypatch):
     """Its thread looks how much of a prompt is known, and stands still there while the prefix is dropped."""
     monkeypatch.setattr(paged_runner, "RESERVED_TOKENS", BLOCK_TOKENS)
@@ -216,7 +219,7 @@ def test_a_caller_that_looks_for_prefixes_holds_no_blocks(loaded, monkeypatch):
         engine._num_cached(GenerationRequest(tuple(STEM)))
 
     caller = threading.Thread(target=ask)
-    budget = (-(-(len(STEM) + NUM_NEW) // BLOCK_TOKENS)) * make_runner(loaded).pool.block_bytes
+    budget = (-(-(len(STEM) + NUM_NEW) // BLOCK_TOKENS)) * block_bytes(loaded)
     with fixed_cost_engine(loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget, runner_of=make_runner) as engine:
         engine.generate(STEM, policy="full", max_tokens=NUM_NEW, ignore_eos=True)
         monkeypatch.setattr(prefixes_module, "common_prefix", waiting)

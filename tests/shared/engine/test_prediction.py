@@ -14,6 +14,7 @@ from shared.model.sampling import SamplingParams
 from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
+from tests.tiers import tiered
 
 PROMPT = (5, 17, 3, 44, 8)
 NUM_NEW = 48
@@ -62,7 +63,7 @@ def predictions(answer: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 NAMES = tuple(predictions(tuple(range(48))))
 
 
-@pytest.mark.parametrize("way", SAMPLINGS)
+@pytest.mark.parametrize("way", tiered(SAMPLINGS, {"counted"}))
 def test_exact_is_full_whatever_is_predicted(loaded, way):
     """Alone and beside others, in one run and resumed after any token, with the same counts."""
     sampling = SAMPLINGS[way]

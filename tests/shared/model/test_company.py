@@ -16,6 +16,7 @@ from shared.model.substitution.invariant import InvariantLinear, InvariantNorm, 
 from shared.model.substitution.merged_linear import merge_linears
 from tests.families import build_family
 from tests.paged import make_runner
+from tests.tiers import tiered
 
 EXPERTS = ("mixtral", "qwen3-moe", "phimoe-longrope", "gpt-oss-sliding")
 
@@ -30,7 +31,9 @@ def invariant(family: str = "llama", **config: Any) -> LoadedModel:
     return replace(wrap_model(model), invariance=make_invariant(model))
 
 
-@pytest.mark.parametrize(("family", "linears"), [("llama", 7), ("qwen3", 7), ("gemma3-sliding", 7), ("gpt2", 4)])
+@pytest.mark.parametrize(
+    ("family", "linears"), tiered((("llama", 7), ("qwen3", 7), ("gemma3-sliding", 7), ("gpt2", 4)), {("gpt2", 4)})
+)
 def test_a_model_with_products_of_its_own_is_promised(family: str, linears: int) -> None:
     loaded = invariant(family)
     assert loaded.invariance is not None
@@ -60,7 +63,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("where", PLANTED)
+@pytest.mark.parametrize("where", tiered(PLANTED, {"a size of pass"}))
 def test_a_product_that_rounds_by_the_number_of_tokens_is_found(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     count, of_head, why = PLANTED[where]
     loaded = invariant(max_position_embeddings=512)
@@ -90,6 +93,7 @@ def test_a_gpt2_is_what_it_was() -> None:
     torch.testing.assert_close(invariant("gpt2").model(input_ids=ids).logits, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_promised_and_what_they_were(family: str) -> None:
     ids = torch.arange(3, 20)[None]

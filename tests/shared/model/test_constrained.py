@@ -20,6 +20,7 @@ from tests.masks import Masks, drawn_masks
 V = 60
 
 
+@pytest.mark.full
 @given(cases((0.0, *SAMPLED)), st.integers(0, 99), st.sampled_from([None, math.nan, math.inf]))
 def test_choices_are_those_of_masked_logits(case, seed, strange):
     """On the host and as on another device, row by row. A logit that is not finite counts only where it is allowed."""

@@ -111,6 +111,7 @@ def _p_value(counts: Counter[tuple[int, ...]], truth: torch.Tensor) -> float:
     return float(chdtrc(len(observed_bins) - 1, sum((seen - due) ** 2 / due for seen, due in pairs)))
 
 
+@pytest.mark.full
 def test_sampling_in_exact_keeps_the_full_models_distribution() -> None:
     counts, truth = _pairs(DepthPolicy("exact", max_drafts=2), [1, 3])
     assert _p_value(counts, truth) > SIGNIFICANCE

@@ -15,6 +15,7 @@ from shared.ops.blocks import LAYOUTS, arranged, joined, widened
 from shared.ops.products import blocks_linear, invariant_linear
 from tests.shared.ops.drawn_blocks import drawn_blocks, numbers_of
 from tests.shared.ops.interpreted import PRODUCTS, launched, planted
+from tests.tiers import tiered
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
@@ -78,7 +79,10 @@ def check(name: str, folder: Path, source: Path = PRODUCTS) -> None:
     assert none.shape == (0, rows)
 
 
-@pytest.mark.parametrize("name", CASES)
+RARELY = {name for name in CASES if name.endswith("in pieces")} | {"Q5_K", "Q5_1", "five bits"}
+
+
+@pytest.mark.parametrize("name", tiered(CASES, CASES.keys() - RARELY))
 def test_a_token_gets_its_reference_and_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
     check(name, tmp_path)
 

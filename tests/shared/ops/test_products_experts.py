@@ -14,6 +14,7 @@ from shared.ops.products import expert_linear, grouped, largest_shares
 from tests.shared.ops.drawn_blocks import drawn_blocks, numbers_of
 from tests.shared.ops.interpreted import PRODUCTS, launched, planted
 from tests.shared.ops.test_products import BRAIN, CLOSE, HALF, SINGLE, close
+from tests.tiers import tiered
 
 # Experts, choices of a token, tokens, rows, columns, kind, capability, dtype.
 CASES: dict[str, tuple[int, int, int, int, int, str, int, torch.dtype]] = {
@@ -84,7 +85,9 @@ def check(name: str, folder: Path, source: Path = PRODUCTS) -> None:
     assert none.shape == (0, rows)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", tiered(CASES, {"plain matrices", "two experts", "one token", "without matrix units", "biases"})
+)
 def test_a_choice_gets_its_reference_and_the_same_bits_in_any_company(name: str, tmp_path: Path) -> None:
     check(name, tmp_path)
 

@@ -53,6 +53,7 @@ def test_recomputed_states_equal_stored_ones(counting, collector, tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.full
 def test_training_steps_do_not_synchronise_with_the_device(collector, monkeypatch):
     """Only each chunk and each report synchronises; the number of steps does not matter."""
     monkeypatch.setattr(train_module, "REPORT_INTERVAL_S", math.inf)  # the first step's only

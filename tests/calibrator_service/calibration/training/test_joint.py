@@ -62,6 +62,7 @@ def positions(count: int, truth: JointWeights = TRUTH, seed: int = 0) -> Iterato
             yield drafts, choice
 
 
+@pytest.mark.full
 def test_the_weights_of_every_case_are_found() -> None:
     found = fit_joint(list(positions(8000)) * 6)
     for case in CASES:

@@ -36,9 +36,10 @@ from shared.model.sampling import SamplingParams
 from shared.ops import slots
 from tests.families import VOCABULARY_SIZE
 from tests.fixed_costs import fixed_cost_engine
-from tests.paged import load_family, make_runner
+from tests.paged import block_bytes, load_family, make_runner
 from tests.random_ladder import random_ladder
 from tests.recorders import TracingRecorder
+from tests.tiers import tiered
 
 NUM_NEW, OURS = 12, f"{Path(__file__).parents[4] / 'shared'}/"
 SURE = TableConfidence(2.0, [[0.0] * size for size in SIZES])
@@ -200,7 +201,7 @@ def run_random(loaded: LoadedModel, seed: int, monkeypatch: pytest.MonkeyPatch) 
         ]
     device = LateDevice(seed)
     with late(device, monkeypatch):
-        budget = 40 * make_runner(loaded).pool.block_bytes
+        budget = 40 * block_bytes(loaded)
         with fixed_cost_engine(
             loaded,
             ladders[0],
@@ -226,14 +227,14 @@ def run_random(loaded: LoadedModel, seed: int, monkeypatch: pytest.MonkeyPatch) 
     return device.counts
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 60))])
+@pytest.mark.parametrize("seed", tiered(range(60), range(2)))
 def test_random_requests_get_the_tokens_of_full_depth(
     loaded: LoadedModel, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_random(loaded, seed, monkeypatch)
 
 
-@pytest.mark.parametrize("count", [1, 5, 20])
+@pytest.mark.parametrize("count", tiered([1, 5, 20], {5}))
 def test_a_step_is_three_replays_and_two_copies_and_waits_only_for_the_step_before(
     loaded: LoadedModel, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +269,7 @@ def test_a_step_is_three_replays_and_two_copies_and_waits_only_for_the_step_befo
         assert step["waits"] == 0
 
 
+@pytest.mark.full
 def test_paused_requests_make_room_on_the_device(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """More requests have begun than there are slots, because their clients have stopped reading."""
     monkeypatch.setattr(ahead, "MOST_ROWS", 4)
@@ -297,6 +299,7 @@ def test_paused_requests_make_room_on_the_device(loaded: LoadedModel, monkeypatc
     assert counts.num_layer_executions == loaded.num_layers * num_passes
 
 
+@pytest.mark.full
 def test_more_than_a_pass_holds(loaded: LoadedModel) -> None:
     """Many requests that need the host, whose drafts fill a pass of their own, beside some that do not."""
     draw = random.Random(8)

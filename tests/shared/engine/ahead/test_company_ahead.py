@@ -17,6 +17,7 @@ from shared.model.sampling import SamplingParams
 from tests.fixed_costs import fixed_cost_engine
 from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
+from tests.tiers import tiered
 from tests.waiting import wait_until
 
 NEEDS_HOST = SamplingParams(repetition_penalty=1.3)
@@ -100,7 +101,7 @@ def test_a_failed_launch_fails_no_request_of_the_host(loaded: LoadedModel, monke
         assert of_device.count(None) == 1
 
 
-@pytest.mark.parametrize("at", range(1, 6))
+@pytest.mark.parametrize("at", tiered(range(1, 6), {2}))
 def test_an_answer_that_ends_when_another_needs_the_host_is_whole(loaded: LoadedModel, at: int) -> None:
     alone = request((5, 6, 7), 6)
     with paged(loaded) as engine:
@@ -119,6 +120,7 @@ def test_an_answer_that_ends_when_another_needs_the_host_is_whole(loaded: Loaded
         assert len(tokens_of(company[0])) == 4
 
 
+@pytest.mark.full
 def test_more_requests_than_a_turn_takes_take_turns(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "MAX_ROWS", 8)
     begun: list[int] = []

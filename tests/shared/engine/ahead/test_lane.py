@@ -26,6 +26,7 @@ from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.paged import make_runner
 from tests.shared.engine.ahead.test_ahead import LateDevice, answer, ladder_of, late
+from tests.tiers import tiered
 
 SIZE = 64
 NUM_NEW = 6
@@ -71,7 +72,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", tiered([0, 1], {0}))
 def test_long_prompts_get_the_tokens_of_full_depth(
     loaded: LoadedModel, seed: int, chunks: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +130,7 @@ def engine_of(loaded: LoadedModel, **options: Any) -> Engine:
     return fixed_cost_engine(loaded, **{**settings, "cost_meter": Metered(), **options})
 
 
+@pytest.mark.full
 def test_prompts_have_half_of_the_time_beside_requests_that_decode(
     loaded: LoadedModel, chunks: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,7 @@ def sized(num_bytes: int) -> ScriptedLadder:
     return ScriptedLadder(exits=lambda context: (3, 0.5), depths=(0, 1), num_bytes=num_bytes)
 
 
+@pytest.mark.full
 def test_ladders_in_use_stay_bound_however_much_they_take(loaded, monkeypatch):
     ladders = [sized(100) for _ in range(6)]
     numbers = [0] * len(ladders)
@@ -275,6 +276,7 @@ def tensors_of(*roots: object) -> dict[int, int]:
     return {address: size for address, size in found.items() if size}
 
 
+@pytest.mark.full
 def test_two_hundred_pools_of_one_head_fit_where_twenty_whole_routers_do(loaded):
     ladders = pools(loaded, 200)
     runner, costs = ContiguousRunner(loaded), FixedCosts()

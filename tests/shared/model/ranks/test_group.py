@@ -7,6 +7,8 @@ from shared.model.ranks.group import check_alike, join_ranks
 from tests.families import build_family
 from tests.ranks import TOTALS, check_totals, shared_model
 
+pytestmark = pytest.mark.full
+
 
 def test_sums_have_one_order_whatever_their_size(ranks):
     """300 rows are shared out."""

@@ -16,6 +16,7 @@ def test_sums_of_three_have_one_order_whatever_their_size():
         check_totals(ranks)
 
 
+@pytest.mark.full
 def test_a_pass_that_fails_here_is_the_last_one(tmp_path, monkeypatch):
     """The other rank waits in its middle, so what it would add to the next is wrong."""
     build_family("llama").save_pretrained(tmp_path)

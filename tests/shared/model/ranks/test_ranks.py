@@ -20,6 +20,8 @@ from tests.fixed_costs import fixed_cost_engine
 from tests.ranks import shared_model
 from tests.worker import build_model, build_tokenizer
 
+pytestmark = pytest.mark.full
+
 PROMPT = (5, 17, 3, 44, 8)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, seed=4)
 EXACT = DepthPolicy("exact", max_drafts=4)

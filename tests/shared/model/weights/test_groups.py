@@ -30,6 +30,7 @@ from shared.model.weights.reading import CheckpointFiles, replaced, safetensors_
 from tests.paged import make_runner
 from tests.quantised_folders import AWQ, GPTQ, save_folder
 from tests.shared.ops.interpreted import launched
+from tests.tiers import tiered
 
 # What a folder says, the format that its matrices have on a CPU, and those on a GPU.
 KEPT: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -91,7 +92,7 @@ def test_a_cpu_multiplies_by_the_files_numbers(name: str, shards: int, tmp_path:
 PROMISED = ("awq of 32", "gptq of whole rows")  # between them all layouts of 4 bits; to try a promise takes seconds
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", tiered(KEPT, PROMISED))
 def test_a_gpu_keeps_four_bits(name: str, tmp_path: Path) -> None:
     settings, _, kinds = KEPT[name]
     wide = save_folder(tmp_path, settings)
@@ -112,6 +113,7 @@ def test_a_gpu_keeps_four_bits(name: str, tmp_path: Path) -> None:
     assert found.is_exact, found.why_not
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["awq", "gptq, symmetric"])
 def test_experts_keep_four_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, kind, gpu_kind = KEPT[name]
