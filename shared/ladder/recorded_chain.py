@@ -18,7 +18,7 @@ from shared.ladder.chain_exit import ChainSteps, slots_of
 from shared.ladder.confidence_head import HIGHEST, ConfidenceHead
 from shared.ladder.exit_head import NUM_SLOTS, chained
 from shared.model.inference import inference
-from shared.model.paged_runner import bucket_of
+from shared.model.paged_head import bucket_of
 from shared.model.recorder import Work
 from shared.model.runner import Runner
 from shared.ops.chains import Chains, ChainStart, chain_lengths

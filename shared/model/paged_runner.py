@@ -6,7 +6,7 @@ kernels over the same shapes, so a token gets the same bits alone and in a batch
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from shared.errors import UnsupportedModel
 from shared.model.cache import KVCache
-from shared.model.choosing import drawn_or_largest, largest
 from shared.model.contiguous_runner import GatedModel
 from shared.model.gates import LayerCounters
 from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
 from shared.model.model_checks import CHECK_TOKENS, StateCheck, check_cuts
+from shared.model.paged_head import PagedHead, bucket_of, joined
 from shared.model.paged_kv import BLOCK_TOKENS, BlockPool, LayerShape, PagedCache, as_paged, num_blocks_of
 from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer, TokenPlaces
 from shared.model.ragged import RaggedSequence
@@ -32,12 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Finer beyond that: padding is computed like the rest, and a planned step of 42 tokens would pay for 64.
 BUCKETS = (16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
-# Rows of logits at once. Fewer sizes, because a row is as wide as the vocabulary: the head's weights are read once.
-HEAD_BUCKETS = (16, 32, 64, 128, 256)
 # Tokens of a chunk of a long prompt: it has a pass of its own, without logits.
 LANE_SIZES = (512, 1024, 2048)
-# Rows of float64 that are drawn from at once.
-DRAWN_ROWS = 32
 # Tokens on top of the budget: for the check, and for what the engine measures and tests while requests hold all other
 # blocks.
 RESERVED_TOKENS = CHECK_TOKENS
@@ -49,9 +45,8 @@ class PagedRunner:
     `kv_budget_bytes`: for caches, in whole blocks. RESERVED_TOKENS tokens come on top. `recorder` makes passes
     replayable; `transform` is as in `PagedForward`. If one of the two does not work for the model, the runner works
     without it: a warning is logged, `records` or `compiles` is False, and `why_not_recorded` or `why_not_compiled`
-    gives the reason. `head_sizes`: the numbers of rows that go through the head at once, ascending. Raises
-    `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes over paged KV do not give the states of the model's own
-    attention.
+    gives the reason. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes over paged KV do not give the
+    states of the model's own attention.
     """
 
     supports_ragged = True
@@ -75,6 +70,7 @@ class PagedRunner:
             loaded.device,
         )
         self._make_buffers()
+        self._head = PagedHead(self._model, loaded)
         self._recorder: Recorder = NoRecorder()
         self._set_up(None, checks=True)
         check.compare(self.run_ragged, self.new_cache, "paged attention")
@@ -144,10 +140,7 @@ class PagedRunner:
             if bucket <= max(widest, BUCKETS[0]):
                 self._recorded_layers(0, self.num_layers, bucket)
                 yield
-        for bucket in self.head_sizes:
-            for work in (self._run_head, self._choose):
-                self._recorded_head(bucket, work)
-                yield
+        yield from self._head.record_all()
         stops = sorted({0, self.num_layers, *depths})
         for place, first in enumerate(stops):
             for last in stops[place + 1 :]:
@@ -215,24 +208,16 @@ class PagedRunner:
         places = TokenPlaces.without_layers(positions)
         return self._run_in_buckets(torch.tensor(tokens), [], places, 0, 0, None)
 
-    @inference
+    @property
+    def head_sizes(self) -> Sequence[int]:
+        """The numbers of rows that go through the head at once, ascending."""
+        return self._head.sizes
+
     def logits(self, state: Tensor) -> Tensor:
-        rows = self._through_head(state.reshape(-1, state.shape[-1]), self._logits, self._run_head)
-        return rows.reshape(*state.shape[:-1], -1)
+        return self._head.logits(state)
 
-    @inference
     def choices(self, states: Tensor) -> Tensor:
-        return self._through_head(states, self._chosen, self._choose)
-
-    def _through_head(self, states: Tensor, result: Tensor, work: Callable[[int], None]) -> Tensor:
-        """States [N, D] -> what recorded `work` leaves in `result` [256, ..] of them, [N, ..]."""
-        pieces = []
-        for rows in states.split(self.head_sizes[-1]):
-            replay = self._recorded_head(bucket_of(len(rows), self.head_sizes), work)
-            self._to_head[: len(rows)].copy_(rows)
-            replay()
-            pieces.append(result[: len(rows)].clone())
-        return _joined(pieces)
+        return self._head.choices(states)
 
     def token_buffer(self, size: int) -> TokenBuffer:
         """The tokens of a pass of this size."""
@@ -279,12 +264,7 @@ class PagedRunner:
     def choose_rows(self, rows: Tensor, drawing: Tensor | None = None) -> Tensor:
         """The tokens chosen at `rows` [N] of the last pass [N]: those of the largest logits, or with `drawing` [3, N]
         as `drawn_or_largest` has them."""
-        states = self._leaving.index_select(0, rows)
-        if drawing is None:
-            return largest(self._model.logits(states, widens=False))
-        # Masses are four times as large as logits, so they are made of a few rows at once.
-        parts = zip(self._model.logits(states).split(DRAWN_ROWS), drawing.split(DRAWN_ROWS, 1), strict=True)
-        return _joined([drawn_or_largest(logits, *numbers.unbind()) for logits, numbers in parts])
+        return self._head.choose(self._leaving.index_select(0, rows), drawing)
 
     def _run_in_buckets(
         self,
@@ -323,8 +303,8 @@ class PagedRunner:
             for depth, states in captures.items():
                 states.append(self._captured[depth][:count].clone())
         if captured is not None:
-            captured.update({depth: _joined(states)[None] for depth, states in captures.items()})
-        return _joined(pieces)
+            captured.update({depth: joined(states)[None] for depth, states in captures.items()})
+        return joined(pieces)
 
     def _recorded_layers(self, first: int, last: int, bucket: int) -> Work:
         """The pass through layers [first, last) over one bucket. Records it at the first call."""
@@ -347,28 +327,13 @@ class PagedRunner:
         for depth, states in captured.items():
             self._captured[depth][:bucket].copy_(states[0])
 
-    def _recorded_head(self, bucket: int, work: Callable[[int], None]) -> Work:
-        """The final norm, the head and what follows over one bucket of states. Records them at the first call."""
-        key = bucket, work.__name__
-        if key not in self._head_passes:
-            self._head_passes[key] = self._recorder.record(partial(work, bucket))
-        return self._head_passes[key]
-
-    @inference
-    def _run_head(self, bucket: int) -> None:
-        self._logits[:bucket].copy_(self._model.logits(self._to_head[:bucket]))
-
-    @inference
-    def _choose(self, bucket: int) -> None:
-        self._chosen[:bucket].copy_(largest(self._model.logits(self._to_head[:bucket], widens=False)))
-
     def _set_up(self, transform: LayerTransform | None, *, checks: bool = False) -> None:
         """Makes later passes run with `transform`, and drops all recorded passes.
         `checks` is as in `PagedForward.run`."""
         self._forward = PagedForward(self.loaded, self._model.gates, self.pool, transform)
         self._checks = checks
         self._layer_passes: dict[tuple[int, int, int], Work] = {}
-        self._head_passes: dict[tuple[int, str], Work] = {}
+        self._head.set_up(self._recorder)
         self._lane: dict[int, Work] = {}
 
     def _why_not(self, check: StateCheck, transform: LayerTransform | None, what: str) -> str:
@@ -387,8 +352,8 @@ class PagedRunner:
         self._set_up(None)
         self._tokens[BUCKETS[0]].clear()
         syncs = host_syncs(partial(self._run_layers, 0, self.num_layers, BUCKETS[0]))
-        syncs += host_syncs(partial(self._run_head, HEAD_BUCKETS[0]))
-        syncs += host_syncs(partial(self._choose, HEAD_BUCKETS[0]))
+        for work in self._head.smallest():
+            syncs += host_syncs(work)
         if not syncs:
             return ""
         why = f"they wait for the device: {', '.join(sorted(set(syncs)))}"
@@ -419,18 +384,3 @@ class PagedRunner:
         self._leaving = torch.zeros_like(self._entering)
         # Every pass captures its states, wanted or not: two small copies cost less than recording each pass twice.
         self._captured = {depth: torch.zeros_like(self._entering) for depth in captured_depths(self.num_layers)}
-        # Some heads run as a pass of the whole model does, over no more rows than its context has positions.
-        fitting = tuple(bucket for bucket in HEAD_BUCKETS if bucket <= self.loaded.context_length)
-        self.head_sizes = fitting or HEAD_BUCKETS[:1]
-        self._to_head = torch.zeros(self.head_sizes[-1], width, dtype=dtype, device=device)
-        self._logits = torch.zeros(self.head_sizes[-1], self.loaded.vocabulary_size, device=device)
-        self._chosen = torch.zeros(self.head_sizes[-1], dtype=torch.int64, device=device)
-
-
-def bucket_of(count: int, buckets: Sequence[int]) -> int:
-    """The smallest of the ascending `buckets` that holds `count`."""
-    return next(bucket for bucket in buckets if bucket >= count)
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -14,7 +14,8 @@ from shared.ladder.ladder import BoundLadder
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.ladder.recorded_chain import NUM_DRAFTS
 from shared.model.inference import inference
-from shared.model.paged_runner import PagedRunner, bucket_of
+from shared.model.paged_head import bucket_of
+from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import Work
 from shared.model.runner import captured_depths
 from shared.ops import slots

@@ -29,6 +29,7 @@ from shared.errors import Cancelled, NeapError
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.model.loaded import LoadedModel
+from shared.model.paged_head import PagedHead
 from shared.model.paged_kv import BlockPool, PagedCache
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import Work
@@ -114,7 +115,7 @@ def late(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (BlockPool, "table_index"),
         (PagedCache, "copy"),
         (PagedRunner, "_run_in_buckets"),
-        (PagedRunner, "_through_head"),
+        (PagedHead, "_through"),
         (PagedRunner, "_fill_lane"),
         (graphs.LearnedMirror, "update"),
         (AheadDecoder, "_taken"),
