@@ -3,9 +3,7 @@ ends, is put back or needs the host in between."""
 
 import random
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -13,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from shared.engine.ahead import ahead, graphs
+from shared.engine.ahead import ahead
 from shared.engine.ahead.ahead import Ahead
 from shared.engine.ahead.decoder import AheadDecoder, make_decoder
 from shared.engine.ahead.slots import SlotMemory
@@ -29,100 +26,17 @@ from shared.errors import Cancelled, NeapError
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.model.loaded import LoadedModel
-from shared.model.paged_head import PagedHead
-from shared.model.paged_kv import BlockPool, PagedCache
 from shared.model.paged_runner import PagedRunner
-from shared.model.recorder import Work
 from shared.model.sampling import SamplingParams
-from shared.ops import slots
 from tests.families import VOCABULARY_SIZE
 from tests.fixed_costs import fixed_cost_engine
+from tests.late_device import LateDevice, late
 from tests.paged import block_bytes, load_family, make_runner
 from tests.random_ladder import random_ladder
-from tests.recorders import TracingRecorder
 from tests.tiers import tiered
 
 NUM_NEW, OURS = 12, f"{Path(__file__).parents[4] / 'shared'}/"
 SURE = TableConfidence(2.0, [[0.0] * size for size in SIZES])
-
-
-class LateDevice(TracingRecorder):
-    """A device that does what it is told as late as it may, or at random moments before, in order. `replays`, `copies`
-    and `others`: what a step has launched; `waits`: how often the host waited."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._random = random.Random(seed)
-        self._queue: deque[Callable[[], object]] = deque()
-        self.is_late = False
-        self.counts: Counter[str] = Counter()
-
-    def record(self, work: Work) -> Work:
-        self.finish()
-        replay = super().record(work)
-        return lambda: self.launch("replays", replay)
-
-    def launch(self, kind: str, work: Callable[[], object]) -> None:
-        self.counts[kind] += 1
-        self._queue.append(work)
-        if not self.is_late:
-            self.finish()
-        while self._queue and self._random.random() < 0.3:
-            self._queue.popleft()()
-
-    def finish(self) -> None:
-        while self._queue:
-            with torch.inference_mode():
-                self._queue.popleft()()
-
-
-@contextmanager
-def late(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All that steps launch goes to the device. What is not launched there, such as copies of prefixes, comes after
-    it, as on a stream."""
-
-    def after_all(function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*arguments: Any, **named: Any) -> Any:
-            device.finish()
-            is_late, device.is_late = device.is_late, False
-            try:
-                return function(*arguments, **named)
-            finally:
-                device.is_late = is_late
-
-        return called
-
-    def launch(self: Ahead, *arguments: Any) -> Any:
-        device.is_late = True
-        try:
-            return launched(self, *arguments)
-        finally:
-            device.is_late = False
-
-    def wait(self: SlotMemory, place: int) -> None:
-        device.counts["waits"] += 1
-        device.finish()
-
-    def copy(self: SlotMemory, into: Tensor, source: Tensor) -> None:
-        device.launch("copies", lambda: into.copy_(source))
-
-    plan, launched = slots.plan, Ahead.launch
-    monkeypatch.setattr(Ahead, "launch", launch)
-    monkeypatch.setattr(SlotMemory, "_copy", copy)
-    monkeypatch.setattr(SlotMemory, "_wait", wait)
-    monkeypatch.setattr(slots, "plan", lambda rows, args: device.launch("plans", lambda: plan(rows, args)))
-    for owner, name in (
-        (BlockPool, "table_index"),
-        (PagedCache, "copy"),
-        (PagedRunner, "_run_in_buckets"),
-        (PagedHead, "_through"),
-        (PagedRunner, "_fill_lane"),
-        (graphs.LearnedMirror, "update"),
-        (AheadDecoder, "_taken"),
-    ):
-        monkeypatch.setattr(owner, name, after_all(getattr(owner, name)))
-    yield
-    monkeypatch.undo()
 
 
 def ladder_of(loaded: LoadedModel, seed: int) -> Any:

@@ -24,8 +24,9 @@ from shared.model.runner import Runner
 from shared.model.sampling import SamplingParams
 from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
+from tests.late_device import LateDevice, late
 from tests.paged import make_runner
-from tests.shared.engine.ahead.test_ahead import LateDevice, answer, ladder_of, late
+from tests.shared.engine.ahead.test_ahead import answer, ladder_of
 from tests.tiers import tiered
 
 SIZE = 64
