@@ -37,7 +37,7 @@ from bench.imposed import SHAPES, impose
 from bench.machine import described
 from bench.options import add_device, load, make_parser, parsed
 from bench.prompts import DEFAULT_FILE, first_turns
-from bench.roofline import BLOCK_TOKENS, HEADS
+from bench.roofline import BLOCK_TOKENS, HEADS, exit_times_us
 from bench.stopwatch import medians_s, seconds_of, stopwatch
 from bench.table import head, row
 from bench.worker import READY_S, worker_process
@@ -59,11 +59,8 @@ ROUTER_S = 150
 STEPS = 32
 # New tokens and sequences, with so many keys before them, of `attention`.
 ATTENDED = {
-    "1 token": (1, 1, 1024),
-    "5 tokens": (5, 1, 1024),
-    "64 sequences": (1, 64, 1024),
-    "2,048 tokens": (2048, 1, 6144),
-}
+    "1 token": (1, 1, 1024), "5 tokens": (5, 1, 1024), "64 sequences": (1, 64, 1024), "2,048 tokens": (2048, 1, 6144),
+}  # fmt: skip
 # Rows and columns of the matrices of a layer of an 8B shape, and tokens, of `products`.
 MATRICES = {"cuda": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), "cpu": ((64, 256), (32, 256))}
 MULTIPLIED = {"cuda": (1, 16, 64, 256, 2048), "cpu": (1, 16)}
@@ -77,14 +74,18 @@ Options = argparse.Namespace
 # host hidden behind them (bench.host), and the tokens per pass that drafts of an exit that is right at .8 give. Drafts
 # are taken for .65 ms of an 8B shape and .35 of SmolLM2, and twice that beside 128 requests.
 PREDICTED: Mapping[str, Figures] = {
-    # Attention's keys are read once per sequence: five tokens cost what one does, and the rest moves its bytes or
-    # multiplies at 350 TFLOP/s.
+    # A sequence's keys are read once, for five tokens as for one; the rest moves bytes or multiplies at 350 TFLOP/s.
     "attention": {
         "failures": 0, "errors": 0, "1 token, us": 12, "5 tokens, us": 13, "64 sequences, us": 115,
         "2,048 tokens, us": 700,
     },
     "ceilings": {"copy, GB/s": 2980, "matmul, TFLOP/s": 700},
-    "kernels": {"failures": 0, "errors": 0},
+    # Rows are read at 2.6 TB/s, tokens from the L2 cache; a choice is two launches, and a wait for memory in each.
+    "kernels": {
+        "failures": 0, "errors": 0, "draft_top, us, 1": 31, "draft_top, us, 8": 31, "draft_top, us, 32": 36,
+        "draft_top, us, 64": 50, "route, us, 1": 6, "route, us, 8": 9, "route, us, 32": 10, "route, us, 64": 14,
+        "choose_greedy, us, 1": 5.5, "choose_greedy, us, 64": 18, "choose_sampled, us, 1": 7,
+    },
     # Products that do not depend on company read weights at 80 % of a copy's speed, where the vendor's reach 89, and
     # multiply at 350 TFLOP/s instead of 600. Blocks dequantise in about six operations a weight: what the processors
     # can do in the time that a third of the bytes takes.
@@ -194,9 +195,9 @@ def products(options: Options) -> Figures:
     return figures | stopwatch(device, 20).times_us({f"experts, us, {count}": chosen(count) for count in (1, 16)})
 
 
-def kernels(_: Options) -> Figures:
-    """The tests that need a card: ops, choices, captured passes."""
-    return tested("tests/gpu")
+def kernels(options: Options) -> Figures:
+    """The tests that need a card: ops, choices, captured passes. Then microseconds of the ops of exits and choices."""
+    return tested("tests/gpu") | exit_times_us(torch.device(options.device), (1, 8, 32, 64))
 
 
 def tested(*arguments: str) -> Figures:

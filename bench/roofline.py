@@ -15,7 +15,7 @@ product. `PyTorch`: the modules that the engine ran before it had kernels, eager
 as they are in a graph. Of heads: argmax of neap's product. `PyTorch half`: the same with float16 weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -216,6 +216,16 @@ def bench_paged(bench: Bench, width: int, tokens: int) -> None:
     moved = 2 * tokens * CONTEXT * kv_heads * size * keys.element_size()
     bench.line("paged_attention", width, tokens, moved, 4 * tokens * CONTEXT * heads * size,
                {"PyTorch": plain, "neap": own})  # fmt: skip
+
+
+def exit_times_us(device: torch.device, tokens: Sequence[int], rounds: int = 20, width: int = 4096) -> dict[str, float]:
+    """Microseconds of the draft vocabulary, the confidence head and choices."""
+    bench = Bench(device, rounds)
+    with torch.inference_mode(), device:
+        for count in tokens:
+            bench_draws(bench, width, count)
+            bench_choices(bench, width, count)
+    return {f"{line.op}, us, {line.tokens}": line.times_us["neap"] for line in bench.lines}
 
 
 PARTS: tuple[Callable[[Bench, int, int], None], ...] = (bench_draws, bench_choices, bench_head, bench_paged)

@@ -63,7 +63,7 @@ struct Chains {
 };
 
 void Chains::lay_out(Arena* arena) {
-  const int64_t count = (int64_t)sequences.size(), blocks = (top.rows.rows + kVocabularyBlock - 1) / kVocabularyBlock;
+  const int64_t count = (int64_t)sequences.size(), blocks = vocabulary_blocks(top.rows.rows);
   fuse.x_stride = next.x_stride = std::max(3 * depth_width, width) + embedding_width;
   fuse.x = next.x = inputs = arena->take(count * fuse.x_stride);
   fuse.out = next.out = arena->take(count * width);
@@ -187,7 +187,7 @@ void Chains::run(Team& team) {
     });
     team.meet();
   };
-  const int64_t blocks = (top.rows.rows + kVocabularyBlock - 1) / kVocabularyBlock, panels = num_panels(top.rows.rows),
+  const int64_t blocks = vocabulary_blocks(top.rows.rows), panels = num_panels(top.rows.rows),
                 block_panels = kVocabularyBlock / kPanel;
   for (bool first = true; !active.empty(); first = false) {
     // Read once: after a step that only feeds, decide() changes it while other threads may not have passed the

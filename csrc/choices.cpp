@@ -26,10 +26,15 @@ Tensor choose(const char* op, const char* name, const Tensor& scores, const Tens
   Tensor choices = call.empty({args.rows}, aoti_torch_dtype_int64());
   if (args.rows == 0) return choices;
   args.choices = mutable_integers(choices);
-  if (call.on_cpu())
+  if (call.on_cpu()) {
     parallel(args.rows, (double)args.rows * args.vocabulary,
              [&](int64_t b, int64_t e) { neap::kernels().choose(args, b, e); });
-  else call.on_gpu([&](void* stream) { return launch_choose(args, stream); });
+  } else {
+    const int64_t bytes = args.rows * choice_pieces(args.vocabulary) * (int64_t)sizeof(ChoicePart);
+    Tensor parts = call.empty({bytes / 8}, aoti_torch_dtype_int64());
+    args.parts = static_cast<ChoicePart*>(parts.mutable_data_ptr());
+    call.on_gpu([&](void* stream) { return launch_choose(args, stream); });
+  }
   return choices;
 }
 

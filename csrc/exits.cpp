@@ -28,9 +28,7 @@ std::tuple<Tensor, Tensor, Tensor> draft_top(Tensor x, Tensor rows, std::optiona
   Tensor indices = call.empty({tokens, k}, aoti_torch_dtype_int64());
   Tensor log_mass = call.empty({tokens}, aoti_torch_dtype_float32());
   if (tokens == 0) return {values, indices, log_mass};
-  const int64_t blocks =
-      call.on_cpu() ? ceil_div(args.rows.rows, kVocabularyBlock) : device_vocabulary_blocks(args.rows.rows);
-  const int64_t items = blocks * tokens;
+  const int64_t blocks = vocabulary_blocks(args.rows.rows), items = blocks * tokens;
   Tensor scratch = call.empty({items * (2 * k + 2)}, aoti_torch_dtype_float32());
   args.block_values = mutable_floats(scratch);
   args.block_indices = reinterpret_cast<int32_t*>(args.block_values + items * k);

@@ -93,6 +93,15 @@ inline bool takes_eight(const E* p, int64_t stride) {
 
 __device__ __forceinline__ float silu(float value) { return value / (1.f + expf(-value)); }
 
+// Keeps a number of an array in a register: a choice between two of them could become one between addresses.
+__device__ __forceinline__ void hold(float& value) {
+#if !defined(NEAP_EMULATED)
+  asm("" : "+f"(value));
+#else
+  (void)value;
+#endif
+}
+
 template <class T>
 __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll

@@ -76,7 +76,7 @@ inline void logit_blocks(const DraftTopArgs& args, int64_t begin, int64_t end) {
 
 // Joins the results of all vocabulary blocks. Item: a token.
 inline void draft_join(const DraftTopArgs& args, int64_t begin, int64_t end) {
-  const int64_t blocks = ceil_div(args.rows.rows, kVocabularyBlock);
+  const int64_t blocks = vocabulary_blocks(args.rows.rows);
   for (int64_t token = begin; token < end; ++token) {
     float* values = args.values + token * args.k;
     int64_t* indices = args.indices + token * args.k;

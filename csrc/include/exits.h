@@ -13,11 +13,10 @@ namespace neap {
 constexpr int kMaxTop = 8;  // largest k of the k best tokens of a draft vocabulary
 // log p(top), p(top) - p(second), (distance - 1) / 4: see scalar_features in shared/ladder/routers.py.
 constexpr int kFeatures = 3;
-// Draft vocabulary rows per block. Each block's k best are found first, then joined. A GPU takes smaller blocks, so
-// that all its multiprocessors have some.
-constexpr int64_t kVocabularyBlock = 64, kDeviceVocabularyBlock = 32;
-NEAP_ANYWHERE constexpr int64_t device_vocabulary_blocks(int64_t rows) {
-  return (rows + kDeviceVocabularyBlock - 1) / kDeviceVocabularyBlock;
+// Draft vocabulary rows per block. Each block's k best are found first, then joined.
+constexpr int64_t kVocabularyBlock = 64;
+NEAP_ANYWHERE constexpr int64_t vocabulary_blocks(int64_t rows) {
+  return (rows + kVocabularyBlock - 1) / kVocabularyBlock;
 }
 
 // Weights are row-major and contiguous, [out, in].

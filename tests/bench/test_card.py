@@ -5,8 +5,10 @@ from argparse import Namespace
 from collections import Counter
 
 import pytest
+import torch
 
 from bench.card import PREDICTED, STAGES, Stage, ceilings, run_stage, show
+from bench.roofline import exit_times_us
 
 # What one call on a borrowed machine may take.
 CALL_S = 600
@@ -44,3 +46,6 @@ def test_figures_have_the_names_of_their_predictions():
     stage: Stage = STAGES["ceilings"]
     assert stage.run is ceilings
     assert PREDICTED["ceilings"].keys() == ceilings(Namespace(device="cpu")).keys()
+    timed = exit_times_us(torch.device("cpu"), (1, 8), rounds=2, width=576)
+    predicted = {name for name in PREDICTED["kernels"] if name.endswith((", 1", ", 8"))}
+    assert predicted <= timed.keys()

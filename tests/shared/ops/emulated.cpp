@@ -50,6 +50,7 @@ int run(const Call& c) {
     a.vocabulary = a.stride = c.integer();
     a.scores = c.data<char>();
     a.uniforms = c.data<double>();
+    a.parts = c.data<ChoicePart>();
     a.choices = c.data<int64_t>();
     return launch_choose(a, nullptr);
   }

@@ -173,6 +173,32 @@ inline T from_lane(unsigned mask, T value, unsigned source, const char* what) {
   return out;
 }
 
+inline float float_of_half(uint16_t bits);
+// The instruction mma.m16n8k16 of float16: lane 4 g + t has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of rows g and
+// g + 8 of a, the same rows of column g of b, and columns 2 t and 2 t + 1 of the sums' rows g and g + 8.
+inline void multiply_add(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const auto both = [](uint32_t first, uint32_t second) { return first | (uint64_t)second << 32; };
+  static const std::vector<float> halves = [] {
+    std::vector<float> out(1 << 16);
+    for (unsigned i = 0; i < out.size(); ++i) out[i] = float_of_half((uint16_t)i);
+    return out;
+  }();
+  const float* decoded = halves.data();
+  const auto value = [=](uint64_t bits, unsigned place) { return decoded[bits >> 16 * place & 0xffff]; };
+  // What is exchanged is overwritten two collectives later.
+  const std::array<uint64_t, 32> near = collect(~0u, both(a[0], a[1]), "mma");
+  const std::array<uint64_t, 32> far = collect(~0u, both(a[2], a[3]), "mma");
+  const std::array<uint64_t, 32>& columns = collect(~0u, both(b[0], b[1]), "mma");
+  for (unsigned i = 0; i < 4; ++i) {
+    const unsigned row = lane() / 4, column = lane() % 4 * 2 + i % 2;
+    for (unsigned k = 0; k < 16; ++k) {
+      const unsigned t = k % 8 / 2;
+      const uint64_t left = (k < 8 ? near : far)[row * 4 + t], right = columns[column * 4 + t];
+      sums[i] += value(left, i / 2 * 2 + k % 2) * value(right, k / 8 * 2 + k % 2);
+    }
+  }
+}
+
 inline std::unique_ptr<Block> begin_block(unsigned number) {
   Machine& m = machine();
   auto block = std::make_unique<Block>();

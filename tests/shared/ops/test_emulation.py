@@ -22,8 +22,20 @@ BUGS = {
     "draft_top": Bug(
         "a collective that some lanes do not reach",
         "include/draft_top.cuh",
-        "if (warp >= tokens) return;",
-        "if (warp >= tokens || lane > count) return;",
+        "if (warp >= kTiles) return;",
+        "if (warp >= kTiles || lane > end) return;",
+    ),
+    "draft_top, once more": Bug(
+        "a barrier dropped: two warps add to the same rows",
+        "include/matrix.cuh",
+        "    __syncthreads();\n  }\n}",
+        "  }\n  __syncthreads();\n}",
+    ),
+    "draft_top, rounded": Bug(
+        "tokens rounded to float16",
+        "include/matrix.cuh",
+        "          multiply_add(sums[part][tile], row, low[half]);\n",
+        "",
     ),
     "route": Bug(
         "no fence before the ticket",
@@ -46,8 +58,8 @@ BUGS = {
     "choose": Bug(
         "a barrier dropped: the warps' firsts are read before they are written",
         "include/choose.cuh",
-        "warp * kWarp + __ffs((int)passing) - 1 : kChoiceThreads;\n  __syncthreads();",
-        "warp * kWarp + __ffs((int)passing) - 1 : kChoiceThreads;",
+        "shared.firsts[warp] = first;\n  __syncthreads();",
+        "shared.firsts[warp] = first;",
     ),
 }
 
