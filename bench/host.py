@@ -49,8 +49,9 @@ from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
 from shared.model.choosing import largest
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.inference import inference
 from shared.model.paged_runner import PagedRunner
-from shared.model.recorder import Work
+from shared.model.recorder import Recorder, Work
 from shared.model.runner import CapturedStates
 from shared.ops import slots
 from shared.ops.chains import Chains, ChainStart
@@ -116,6 +117,25 @@ class FreeRunner(ContiguousRunner):
 
     def wait(self) -> None:
         time.sleep(max(self.ready_s - time.perf_counter(), 0.0))
+
+
+class EmptyRunner(PagedRunner):
+    """Passes without the layers, which add nothing to the states of an imposed model. On a GPU they leave the host's
+    caches alone. On a CPU they would empty them."""
+
+    _has_layers = True  # while it is made, it tries the model
+
+    def __init__(self, imposed: Imposed, recorder: Recorder) -> None:
+        super().__init__(imposed.loaded, kv_budget_bytes=1 << 28, recorder=recorder)
+        self._has_layers = False
+
+    @inference
+    def _run_layers(self, first: int, last: int, bucket: int) -> None:
+        if self._has_layers:
+            return super()._run_layers(first, last, bucket)
+        states = self._model.embed(self._tokens[bucket].ids[None])[0]
+        for left in (self._leaving, *self._captured.values()):
+            left[:bucket].copy_(states)
 
 
 class UncountedRecorder:
@@ -229,7 +249,7 @@ def measure(runner: FreeRunner, imposed: Imposed, policy: str, count: int, optio
 def measure_ahead(imposed: Imposed, policy: str, count: int, num_steps: int) -> tuple[float, float]:
     """Medians of the host's ms of a step launched ahead, and of its drafts."""
     recorder = UncountedRecorder()
-    runner = PagedRunner(imposed.loaded, kv_budget_bytes=1 << 28, recorder=recorder)
+    runner = EmptyRunner(imposed, recorder)
     bound = imposed.ladder.bind(runner)
     drafter = Drafter(runner, COSTS, bound if policy == "exact" else None)
     plan = slots.plan

@@ -4,11 +4,11 @@ Any thread may read them and may see a step partly counted."""
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shared.engine.request.request import PROPOSER_OF, GenerationRequest, TokenChunk
+from shared.engine.request.request import Exit, GenerationRequest, TokenChunk
 from shared.engine.served import Pace, ServedCounts
 from shared.errors import NeapError
 
@@ -20,8 +20,8 @@ MAX_VERSIONS = 64
 BATCH_BOUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
 
-# The proposers of all drafts of a step and of those that became final, by the version that they count for.
-Drafts = dict[int | None, tuple[list[str], list[str]]]
+# The exits of all drafts of a step and of those that became final, by the version that they count for.
+Drafts = dict[int | None, tuple[list[Exit], list[Exit]]]
 
 
 class Distribution:
@@ -91,27 +91,27 @@ class DepthCounts:
         self.accepted: Counter[str] = Counter()
         self.exits: Counter[str] = Counter()
 
-    def add(self, counted: "StepCounts", exits: dict[str, int]) -> None:
-        """Counts what the requests of one step got. `exits`: tokens of each proposer."""
+    def add(self, counted: "StepCounts", exits: dict[Exit, int]) -> None:
+        """Counts what the requests of one step got. `exits`: tokens of each."""
         self.num_requests += counted.num_requests
         self.num_generated_tokens += counted.num_tokens
         self.num_layer_executions += counted.num_executions
         saved = self._num_layers * counted.num_later_tokens - counted.num_executions
         self.num_layer_executions_saved += saved + counted.num_extra
         self.num_layer_executions_extra += counted.num_extra
-        for proposer, number in exits.items():
-            self.exits[proposer] += number
+        for each, number in exits.items():
+            self.exits[each.proposer] += number
 
 
 class StepCounts:
     """What the requests of one step and one version got: `num_later_tokens` without those of a request's first step;
-    executions, and by how many of them requests exceeded full depth; and the tokens' proposers."""
+    executions, and by how many of them requests exceeded full depth; and the tokens' exits."""
 
-    __slots__ = ("num_executions", "num_extra", "num_later_tokens", "num_requests", "num_tokens", "proposers")
+    __slots__ = ("exits", "num_executions", "num_extra", "num_later_tokens", "num_requests", "num_tokens")
 
     def __init__(self) -> None:
         self.num_requests = self.num_tokens = self.num_later_tokens = self.num_executions = self.num_extra = 0
-        self.proposers: list[str] = []
+        self.exits: list[Exit] = []
 
 
 class EngineStatistics(DepthCounts):
@@ -131,13 +131,13 @@ class EngineStatistics(DepthCounts):
         self.step_s = Distribution(STEP_BOUNDS_S)
         self.step_sequences = Distribution(BATCH_BOUNDS)
 
-    def record_drafts(self, drafted: Sequence[str], accepted: Sequence[str], version: int | None) -> None:
+    def record_drafts(self, drafted: Sequence[Exit], accepted: Sequence[Exit], version: int | None) -> None:
         """Counts drafts by their proposers: all, and those that became final."""
-        of_all = Counter(drafted)
+        of_all = [(each.proposer, number, accepted.count(each)) for each, number in Counter(drafted).items()]
         for counts in self._counts(version):
-            for proposer, number in of_all.items():
+            for proposer, number, num_accepted in of_all:
                 counts.drafted[proposer] += number
-                counts.accepted[proposer] += accepted.count(proposer)
+                counts.accepted[proposer] += num_accepted
 
     def _counts(self, version: int | None) -> tuple[DepthCounts, ...]:
         if version is None:
@@ -161,24 +161,24 @@ class EngineStatistics(DepthCounts):
     def record_step(
         self,
         seconds: float | None,
-        sequences: Sequence[CountedSequence],
-        results: Sequence[Sequence[TokenChunk]],
+        results: Collection[tuple[CountedSequence, Sequence[TokenChunk]]],
         num_sequences: int | None = None,
     ) -> None:
-        """Counts a step of `sequences` that took `seconds`; None: they were a part of one that is counted elsewhere.
-        `results` are the chunks that each of them got. `num_sequences`: those that shared the step, if they are
+        """Counts a step that took `seconds`; None: it was a part of one that is counted elsewhere. `results`: its
+        sequences with the chunks that each of them got. `num_sequences`: those that shared the step, if they are
         more."""
-        num_sequences = len(sequences) if num_sequences is None else num_sequences
+        num_sequences = len(results) if num_sequences is None else num_sequences
         if seconds is not None:
             self.step_s.record(seconds)
             self.step_sequences.record(num_sequences)
         now = time.monotonic()
         of_versions: dict[int | None, StepCounts] = {}
-        for sequence, chunks in zip(sequences, results, strict=True):
+        intervals: dict[tuple[float, int], int] = {}  # requests, by when they had tokens last, and how many they get
+        for sequence, chunks in results:
             seen, num_generated = sequence.counted, sequence.num_generated
             num_tokens = num_generated - seen.num_generated
             if sequence.failure is not None:  # only what it was given before it failed
-                num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+                num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
             if not num_tokens:  # a piece of a prompt
                 continue
             executions = sequence.num_layer_executions
@@ -191,9 +191,10 @@ class EngineStatistics(DepthCounts):
                 counted = of_versions[version] = StepCounts()
             counted.num_tokens += num_tokens
             for chunk in chunks:
-                counted.proposers += map(PROPOSER_OF, chunk.tokens)
+                counted.exits += chunk.exits
             if delivered_s:
-                self.inter_token_s.record((now - delivered_s) / num_tokens, num_tokens)
+                interval = delivered_s, num_tokens
+                intervals[interval] = intervals.get(interval, 0) + 1
                 counted.num_later_tokens += num_tokens
                 counted.num_executions += num_executions
                 if (extra := num_executions - self._num_layers * num_tokens) > 0:
@@ -210,8 +211,10 @@ class EngineStatistics(DepthCounts):
                 counted.num_requests += 1
                 self.num_prompt_tokens += len(sequence.request.given_ids)
                 self.num_cached_prompt_tokens += sequence.num_cached
+        for (delivered_s, num_tokens), times in intervals.items():
+            self.inter_token_s.record((now - delivered_s) / num_tokens, num_tokens * times)
         for version, counted in of_versions.items():
-            exits = Counter(counted.proposers)
+            exits = Counter(counted.exits)
             for counts in self._counts(version):
                 counts.add(counted, exits)
 

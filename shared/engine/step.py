@@ -17,7 +17,7 @@ from shared.engine.prompt_scores import score_prompt, score_weight
 from shared.engine.request.admission import MAX_PREFILL_TOKENS, PrefillRate, max_num_tokens, prefill_budget
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
-from shared.engine.request.request import GenerationRequest, TokenChunk
+from shared.engine.request.request import Exit, GenerationRequest, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.statistics import Drafts, EngineStatistics
 from shared.engine.verification import Verdict, verify
@@ -136,7 +136,7 @@ class Decoder:
         for group in groups:
             results += self._step(group, sequences)
         try:
-            self.statistics.record_step(time.monotonic() - start_s, sequences, results)
+            self.statistics.record_step(time.monotonic() - start_s, [*zip(sequences, results, strict=True)])
         except Exception:  # the tokens have been generated, counted or not
             logger.exception("a step could not be counted")
         return results
@@ -277,7 +277,7 @@ class Decoder:
         """Moves the sequence to what has been through every layer, and emits its new tokens. Adds its proposers to
         `drafts`. Rejected drafts are overwritten later."""
         sequence = part.sequence
-        num_settled = len(part.tokens)
+        num_settled, exits = len(part.tokens), list[Exit]()
         if part.is_prefill:
             sequence.num_settled = part.base + num_settled
             part.chunks += score_prompt(part, self.runner)
@@ -291,10 +291,11 @@ class Decoder:
             sequence.num_verify_passes += 1
             sequence.num_accepted += num_accepted
             sequence.tables.record(verdict.tokens)
-            proposers = [sequence.drafter.names[number] for number in part.proposers]
+            exits += map(sequence.drafter.exits.__getitem__, part.proposers)
             drafted, accepted = drafts.setdefault(sequence.request.counted_version, ([], []))
-            drafted += proposers
-            accepted += proposers[:num_accepted]
+            drafted += exits
+            del exits[num_accepted:]
+            accepted += exits
         if sequence.on_states is not None:
             shown = [torch.stack([part.state(d, i) for i in range(num_settled)]) for d in sequence.kept_depths]
             with torch.inference_mode(False):  # they may be trained on
@@ -303,14 +304,11 @@ class Decoder:
             return
         if sequence.keeps_states:
             sequence.settled = part.kept(sequence.kept_depths, num_settled - 1)
-        tokens = sequence.drafter.generated(verdict.tokens, part.proposers)
-        if verdict.logprobs is not None:
-            tokens = [
-                token._replace(logprob=logprob.value, alternatives=logprob.alternatives)
-                for token, logprob in zip(tokens, verdict.logprobs, strict=True)
-            ]
-        end = len(tokens) if verdict.is_sound else -1
-        part.chunks += sequence.emit(tokens[:end], verdict.tokens[:end])
+        token_ids, logprobs = verdict.tokens, verdict.logprobs or ()
+        exits.append(sequence.drafter.exits[-1])
+        if not verdict.is_sound:
+            token_ids, logprobs, exits = token_ids[:-1], logprobs[:-1], exits[:-1]
+        part.chunks += sequence.emit(token_ids, exits, logprobs)
         for place in verdict.relaxed:
             sequence.num_relaxed += part.base + 1 + place < len(sequence.tokens)
         if not verdict.is_sound and not sequence.is_finished:

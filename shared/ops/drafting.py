@@ -29,6 +29,7 @@ _RESULTS = {
     "neap_uniform_at": c_double,
     "neap_learned_view": c_int64,
     "neap_learned_changed": c_int64,
+    "neap_rows_read": c_int64,
 }
 # Pointers first and whole numbers as int64, unless an entry says something else.
 _OTHER_ARGUMENTS: dict[str, tuple[Any, ...]] = {

@@ -1,7 +1,7 @@
 """The native side of requests that live on the device: what csrc/draft/slots.h says of slots, rows and steps."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import Structure, addressof, byref, c_double, c_int32, c_int64, c_uint64, c_void_p
 from ctypes import sizeof as size_of
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ class Slot(Structure):
 
 
 class Control(Structure):
-    """What the host tells a step: see `Control` there. `ratios` follow, those of each row."""
+    """What the host tells a step: see `Control` there. `ratios` follow, those of each kind."""
 
     _fields_ = (
         ("num_rows", c_int32),
@@ -45,6 +45,7 @@ class Control(Structure):
         ("unused", c_int32),
         ("slots", c_int32 * MOST_ROWS),
         ("drafters", c_int32 * MOST_ROWS),
+        ("kinds", c_int32 * MOST_ROWS),
         ("tables", c_int32 * MOST_ROWS),
         ("others", c_int32 * MOST_ROWS * 3),
     )
@@ -80,14 +81,14 @@ def row_bytes() -> int:
 
 
 def ratio_bytes() -> int:
-    """The size of the ratios of a row."""
+    """The size of the ratios of a kind."""
     sizes = (c_int64 * 4)()
     functions().neap_slots_sizes(sizes)
     return sizes[3]
 
 
 def write_ratios(confidences: "array[int]", address: int) -> None:
-    """Writes what corrects the probabilities of each request's kind, by the address of its confidence (uint64), as it
+    """Writes what corrects the probabilities of each kind of request, by the address of its confidence (uint64), as it
     is now. Of 0: nothing does."""
     functions().neap_confidence_ratios(confidences.buffer_info()[0], len(confidences), address)
 
@@ -139,17 +140,18 @@ def changed_entries(learned: Handle, most: int) -> list[int] | None:
 
 
 class RowsRead(NamedTuple):
-    """The rows of a step. Of each: its tokens before the step, how many became final, how many drafts were verified. Of
-    one row after the other: the new tokens and by number their proposers, the full model after all others; and the
-    proposers of the verified drafts. `reaches`, PLACES of each row: of all drafts, and 0 where there is none."""
+    """The rows of a step. `numbers`, of each: its tokens before the step, how many became final, how many drafts were
+    verified, and how many tokens its answer may still get, 0 after its end. Of one row after the other: the new tokens
+    and by number their proposers, the full model after all others; and the proposers of the verified drafts. `reaches`,
+    PLACES of each row: of all drafts, and 0 where there is none. `least_left`: the least number of tokens left; 0 if a
+    row is not used."""
 
-    num_before: list[int]
-    num_new: list[int]
-    num_verified: list[int]
+    numbers: Iterator[tuple[int, int, int, int]]
     tokens: list[int]
     makers: list[int]
     verified: list[int]
     reaches: "array[float]"
+    least_left: int
 
 
 def read_rows(confidences: Sequence[int], address: int) -> RowsRead:
@@ -157,21 +159,20 @@ def read_rows(confidences: Sequence[int], address: int) -> RowsRead:
     Rows of 0 are not to be used, and have no tokens."""
     count = len(confidences)
     # Arrays, because ctypes makes a type for each length, which takes longer than all else here.
-    addresses, numbers = array("Q", confidences), array("q", bytes(24 * count))
+    addresses, numbers = array("Q", confidences), array("q", bytes(32 * count))
     tokens, makers = array("i", bytes(4 * (PLACES + 1) * count)), array("i", bytes(4 * (PLACES + 1) * count))
     verified, reaches = array("i", bytes(4 * PLACES * count)), array("d", bytes(8 * PLACES * count))
     written = [each.buffer_info()[0] for each in (numbers, tokens, makers, verified, reaches)]
-    functions().neap_rows_read(addresses.buffer_info()[0], address, count, *written)
-    new, drafted = numbers[count : 2 * count].tolist(), numbers[2 * count :].tolist()
+    least_left = functions().neap_rows_read(addresses.buffer_info()[0], address, count, *written)
+    before, new, drafted, left = (numbers[row * count : (row + 1) * count] for row in range(4))
     num_tokens = sum(new)
     return RowsRead(
-        numbers[:count].tolist(),
-        new,
-        drafted,
+        zip(before, new, drafted, left, strict=True),
         tokens[:num_tokens].tolist(),
         makers[:num_tokens].tolist(),
         verified[: sum(drafted)].tolist(),
         reaches,
+        least_left,
     )
 
 

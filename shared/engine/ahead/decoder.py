@@ -100,6 +100,9 @@ class AheadDecoder(Decoder):
 
     def _launch(self, on_device: Sequence[DecodingSequence], on_host: Sequence[DecodingSequence]) -> Results:
         """Launches a step, and finishes the part of `on_host` in it."""
+        if not on_host and self._ahead.has_just(on_device):
+            ready = self._ahead.without_ending(on_device)
+            return self._with_failed(on_device, self._launched(ready, [], 0)[0])
         sequences = [*on_device, *on_host]
         # What has a place has been read.
         new = [sequence for sequence in sequences if sequence.place is None]
@@ -131,20 +134,11 @@ class AheadDecoder(Decoder):
         num_tokens = len(ready) + sum(len(part.tokens) for part in (*parts, *pieces))
         shares = num_tokens <= self._paged.pass_sizes[-1]
         ready = self._ahead.without_ending(ready)
-        results: Results = []
-        is_launched = False
         shared = [*parts, *pieces] if shares else pieces
         if chunk is not None:
             num_read += len(chunk.tokens)
             pieces = [*pieces, chunk]
-        if ready or pieces:
-            try:
-                results = self._handled(self._ahead.launch(ready, shared, num_read, chunk))
-                is_launched = True
-            except Exception as error:
-                fail_all([*ready, *(piece.sequence for piece in pieces)], error, "a step could not be launched for")
-        if not is_launched:
-            results = self._handled(self._ahead.finish())
+        results, is_launched = self._launched(ready, pieces, num_read, shared, chunk)
         for piece in pieces:
             piece.sequence.num_settled = piece.base + len(piece.tokens)
         if parts:
@@ -154,9 +148,30 @@ class AheadDecoder(Decoder):
             start_s = time.monotonic()
             self._verify_and_commit(parts, num_read, passed)
             seconds = None if is_launched else time.monotonic() - start_s
-            self.statistics.record_step(seconds, [part.sequence for part in parts], [part.chunks for part in parts])
+            self.statistics.record_step(seconds, [(part.sequence, part.chunks) for part in parts])
         chunks_of = {part.sequence: part.chunks for part in parts}
         results += [(sequence, chunks_of.get(sequence, [])) for sequence in on_host]
+        return self._with_failed(on_device, results)
+
+    def _launched(
+        self,
+        ready: Sequence[DecodingSequence],
+        pieces: Sequence[Speculation],
+        num_read: int,
+        shared: Sequence[Speculation] = (),
+        chunk: Speculation | None = None,
+    ) -> tuple[Results, bool]:
+        """Launches a step of `ready` and `pieces`, if there are any. Returns what the one before gave, and whether one
+        has been launched."""
+        if ready or pieces:
+            try:
+                return self._handled(self._ahead.launch(ready, shared, num_read, chunk)), True
+            except Exception as error:
+                fail_all([*ready, *(piece.sequence for piece in pieces)], error, "a step could not be launched for")
+        return self._handled(self._ahead.finish()), False
+
+    @staticmethod
+    def _with_failed(on_device: Sequence[DecodingSequence], results: Results) -> Results:
         failed: Results = [(sequence, []) for sequence in on_device if sequence.failure is not None]
         return _merged(results + failed) if failed else results
 

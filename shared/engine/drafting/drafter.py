@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shared.engine.drafting.pass_costs import PassCosts
-from shared.engine.request.request import GeneratedToken, GenerationRequest
+from shared.engine.request.request import Exit, GenerationRequest
 from shared.ladder.confidence import Confidence
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.ladder import BoundLadder
@@ -26,8 +26,8 @@ MOST_TENTHS = 20
 class Drafter:
     """Drafts with one bound ladder; without one, never. `costs` include those of the ladder's exits.
 
-    `names` and `depths` are those of all proposers, by number; `are_calibrated`: whether the ladder's calibration has
-    measured them.
+    `names` and `exits` are those of all proposers, by number, and then `exits` has the full model's; `are_calibrated`:
+    whether the ladder's calibration has measured them.
     """
 
     def __init__(self, runner: Runner, costs: PassCosts, ladder: BoundLadder | None = None) -> None:
@@ -36,7 +36,8 @@ class Drafter:
         self.runner = runner
         exit_depths = ladder.depths if ladder else ()
         self.names = numbered(ladder.names if ladder else ())
-        self.depths = (0,) * (len(self.names) - len(exit_depths)) + exit_depths
+        depths = (*[0] * (len(self.names) - len(exit_depths)), *exit_depths, runner.num_layers)
+        self.exits = (*map(Exit, depths, (*self.names, FULL)),)
         self.are_calibrated = [name not in NOT_CALIBRATED for name in self.names]
         self.native = native_ladder(
             ladder.ladder if ladder else None,
@@ -73,19 +74,6 @@ class Drafter:
         make = self.ladder.tables if self.ladder else SequenceTables
         confidence = self.confidence(request)
         return make(self.native, confidence, learned, request.predicted, len(request.prompt_ids))
-
-    def generated(self, tokens: Sequence[int], proposers: Sequence[int]) -> list[GeneratedToken]:
-        """Tokens with the exits that made them: accepted drafts of these proposers, by number, and the token that the
-        full model chose after them."""
-        made: list[GeneratedToken] = []
-        for token, number in zip(tokens[:-1], proposers, strict=False):
-            made.append(GeneratedToken(token, self.depths[number], self.names[number]))  # noqa: PERF401: no frame
-        made.append(GeneratedToken(tokens[-1], self.runner.num_layers, FULL))
-        return made
-
-    def depth_of(self, name: str) -> int:
-        """The layers that a proposer by this name has run for a token."""
-        return self.runner.num_layers if name == FULL else self.depths[self.names.index(name)]
 
     def pass_s(self, num_tokens: int) -> float:
         """Measured seconds of a pass over so many tokens."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from shared.engine.request.request import Exit
 from shared.engine.statistics import CountedProgress, Distribution, EngineStatistics
 from shared.model.loaded import LoadedModel
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE
@@ -86,8 +87,8 @@ def test_tokens_copied_from_another_request_are_counted_as_cached(loaded: Loaded
 
 def test_drafts_are_counted_by_their_proposers() -> None:
     counted = EngineStatistics(NUM_LAYERS)
-    proposers = ("prompt-lookup", "depth-2", "prompt-lookup")
-    counted.record_drafts(proposers, proposers[:2], version=None)
+    exits = Exit(0, "prompt-lookup"), Exit(2, "depth-2"), Exit(0, "prompt-lookup")
+    counted.record_drafts(exits, exits[:2], version=None)
     assert counted.drafted == {"prompt-lookup": 2, "depth-2": 1}
     assert counted.accepted == {"prompt-lookup": 1, "depth-2": 1}
 
@@ -102,12 +103,12 @@ def test_time_between_steps_is_shared_by_their_tokens() -> None:
         num_layer_executions=11,
         counted=seen,
     )
-    counted.record_step(0.25, [sequence], [[]])
+    counted.record_step(0.25, [(sequence, [])])
     assert sum(counted.inter_token_s.counts) == 3
     assert 900 <= counted.inter_token_s.sum < 1800  # one interval, not one for each token
     assert counted.num_layer_executions == 4
     # What has been counted is not counted again.
-    counted.record_step(0.25, [sequence], [[]])
+    counted.record_step(0.25, [(sequence, [])])
     assert counted.num_generated_tokens == 3
     assert counted.step_s.sum == pytest.approx(0.5)
 
