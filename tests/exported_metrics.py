@@ -15,7 +15,6 @@ from calibrator_service.jobs import JobCount
 from calibrator_service.metrics import CalibratorMetrics
 from inference_service.metrics import WorkerMetrics
 from neap_engine.gateway.metrics import GatewayMetrics
-from shared.engine.request.request import Exit
 from shared.engine.served import Pace
 from shared.engine.statistics import EngineStatistics
 from shared.model.numerics import Promise
@@ -31,8 +30,7 @@ class BoundLadders(SimpleNamespace):
 def busy_engine() -> SimpleNamespace:
     """What metrics read of an engine of the model "tiny" that has counted something of each kind."""
     statistics = EngineStatistics(num_layers=4)
-    exits = [Exit(0, "prompt-lookup")]
-    statistics.record_drafts(exits, exits, 3)
+    statistics.record_drafts([("prompt-lookup", 1, 1)], 3)
     statistics.exits["prompt-lookup"] += 1
     statistics.by_version[3].exits["prompt-lookup"] += 1
     statistics.served.record("latest", 3, Pace(20, 10, 0.5, 10), num_passes=10, num_drafted=9, num_executions=40)

@@ -62,11 +62,13 @@ NEAP_API double neap_uniform_at(uint64_t seed, uint64_t position) { return unifo
 
 // Reads the rows of a step, but for those without a confidence (null), which gets what has been shown of the drafts.
 // `numbers` [4, count]: tokens before the step, new ones, drafts that were verified, and tokens left. One row after the
-// other, `tokens`: the new ones; `makers`: their proposers, kFirstExit + 1 for the full model; `verified`: the proposers
-// of the drafts that were. `reaches` [count, kPlaces]: of all drafts, and 0 where there is none. Returns the least
-// number of tokens left, 0 if a row is not used.
-NEAP_API int64_t neap_rows_read(Confidence* const* confidences, const Row* rows, int64_t count, int64_t* numbers,
-                                int32_t* tokens, int32_t* makers, int32_t* verified, double* reaches) {
+// other, `tokens`: the new ones, and `makers`: their proposers, kFirstExit + 1 for the full model. `reaches` [count,
+// kPlaces]: of all drafts, and 0 where there is none. `drafts` [groups, 2, kFirstExit + 1] gets the verified and the
+// accepted drafts of each proposer added, by the group of a row. Returns the least number of tokens left, 0 if a row is
+// not used.
+NEAP_API int64_t neap_rows_read(Confidence* const* confidences, const Row* rows, int64_t count,
+                                const int32_t* groups, int64_t* numbers, int32_t* tokens, int32_t* makers,
+                                double* reaches, int64_t* drafts) {
   int64_t least = count ? kMostLeft : 0;
   for (int64_t at = 0; at < count; ++at, reaches += kPlaces) {
     Confidence* confidence = confidences[at];
@@ -83,10 +85,12 @@ NEAP_API int64_t neap_rows_read(Confidence* const* confidences, const Row* rows,
     numbers[2 * count + at] = row.num_verified, numbers[3 * count + at] = row.num_left;
     std::copy_n(row.reaches, row.num_drafted, reaches);
     const auto drafted_by = [&](int place) { return row.said[place].drafts[row.said[place].chosen].proposer; };
-    for (int place = 0; place < row.num_verified; ++place) *verified++ = drafted_by(place);
+    int64_t* of_group = drafts + groups[at] * 2 * (kFirstExit + 1);
+    for (int place = 0; place < row.num_verified; ++place) ++of_group[drafted_by(place)];
     for (int place = 0; place < row.num_new; ++place) {
       const int32_t token = *tokens++ = row.choices[place];
-      *makers++ = place == row.num_new - 1 ? kFirstExit + 1 : drafted_by(place);
+      const int maker = *makers++ = place == row.num_new - 1 ? kFirstExit + 1 : drafted_by(place);
+      if (maker <= kFirstExit) ++of_group[kFirstExit + 1 + maker];
       if (place < row.num_drafted) confidence->record(row.said[place].drafts, row.said[place].count, token);
     }
     for (int exit = kFirstExit; row.num_new && exit < confidence->num_proposers(); ++exit)

@@ -20,10 +20,6 @@ MAX_VERSIONS = 64
 BATCH_BOUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
 
-# The exits of all drafts of a step and of those that became final, by the version that they count for.
-Drafts = dict[int | None, tuple[list[Exit], list[Exit]]]
-
-
 class Distribution:
     """A histogram. `counts[i]` values were in (bounds[i - 1], bounds[i]]; the last count is of values above all bounds.
     `sum` is of all values. `bounds` ascend."""
@@ -131,11 +127,11 @@ class EngineStatistics(DepthCounts):
         self.step_s = Distribution(STEP_BOUNDS_S)
         self.step_sequences = Distribution(BATCH_BOUNDS)
 
-    def record_drafts(self, drafted: Sequence[Exit], accepted: Sequence[Exit], version: int | None) -> None:
-        """Counts drafts by their proposers: all, and those that became final."""
-        of_all = [(each.proposer, number, accepted.count(each)) for each, number in Counter(drafted).items()]
-        for counts in self._counts(version):
-            for proposer, number, num_accepted in of_all:
+    def record_drafts(self, numbers: Iterable[tuple[str, int, int]], version: int | None) -> None:
+        """Counts drafts. `numbers`: for each proposer all of them, and those that became final."""
+        drafting = [each for each in numbers if each[1]]
+        for counts in self._counts(version) if drafting else ():
+            for proposer, number, num_accepted in drafting:
                 counts.drafted[proposer] += number
                 counts.accepted[proposer] += num_accepted
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -19,7 +20,7 @@ from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
 from shared.engine.request.request import Exit, GenerationRequest, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
-from shared.engine.statistics import Drafts, EngineStatistics
+from shared.engine.statistics import EngineStatistics
 from shared.engine.verification import Verdict, verify
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.model.cache import KVCache
@@ -29,6 +30,8 @@ from shared.model.runner import Runner
 
 logger = logging.getLogger(__name__)
 
+# The exits of all drafts of a step and of those that became final, by the version that they count for.
+Drafts = dict[int | None, tuple[list[Exit], list[Exit]]]
 # Prompt tokens per step whose keys and values are copied. So many take about as long as a pass.
 MAX_COPIED_TOKENS = 1024
 
@@ -245,7 +248,8 @@ class Decoder:
             if part.sequence.failure is None:
                 attempt(part.sequence, self._commit, part, part.verdict, drafts)
         for version, (drafted, accepted) in drafts.items():
-            self.statistics.record_drafts(drafted, accepted, version)
+            numbers = ((each.proposer, count, accepted.count(each)) for each, count in Counter(drafted).items())
+            self.statistics.record_drafts(numbers, version)
 
     def _logits(self, parts: Sequence[Speculation], states: Tensor) -> Tensor | None:
         """The logits [N, V] that the parts need, part after part, or the tokens of the largest ones [N] where they are

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from ctypes import Structure, addressof, byref, c_double, c_int32, c_int64, c_uint64, c_void_p
 from ctypes import sizeof as size_of
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from shared import ops
 from shared.ops.drafting import Handle, functions
 
 PLACES, MOST_ENDS, MOST_ROWS = 8, 8, 256
+# Proposers that draft on the device: tables and one exit.
+NUM_PROPOSERS = 6
 # A row without drafts.
 NO_DRAFTER = -1
 
@@ -142,36 +145,38 @@ def changed_entries(learned: Handle, most: int) -> list[int] | None:
 class RowsRead(NamedTuple):
     """The rows of a step. `numbers`, of each: its tokens before the step, how many became final, how many drafts were
     verified, and how many tokens its answer may still get, 0 after its end. Of one row after the other: the new tokens
-    and by number their proposers, the full model after all others; and the proposers of the verified drafts. `reaches`,
-    PLACES of each row: of all drafts, and 0 where there is none. `least_left`: the least number of tokens left; 0 if a
-    row is not used."""
+    and by number their proposers, the full model after all others. `reaches`, PLACES of each row: of all drafts, and 0
+    where there is none. `drafts`: those that were verified of each proposer and those that were accepted, group after
+    group. `least_left`: the least number of tokens left; 0 if a row is not used."""
 
     numbers: Iterator[tuple[int, int, int, int]]
     tokens: list[int]
     makers: list[int]
-    verified: list[int]
     reaches: "array[float]"
+    drafts: list[tuple[list[int], list[int]]]
     least_left: int
 
 
-def read_rows(confidences: Sequence[int], address: int) -> RowsRead:
+def read_rows(confidences: Sequence[int], groups: "array[int]", num_groups: int, address: int) -> RowsRead:
     """Reads the rows of a step on the host. The confidence of each, by its address, gets what is shown of its drafts.
-    Rows of 0 are not to be used, and have no tokens."""
+    Rows of 0 are not to be used, and have no tokens. `groups` (int32): by which their drafts are counted."""
     count = len(confidences)
     # Arrays, because ctypes makes a type for each length, which takes longer than all else here.
     addresses, numbers = array("Q", confidences), array("q", bytes(32 * count))
     tokens, makers = array("i", bytes(4 * (PLACES + 1) * count)), array("i", bytes(4 * (PLACES + 1) * count))
-    verified, reaches = array("i", bytes(4 * PLACES * count)), array("d", bytes(8 * PLACES * count))
-    written = [each.buffer_info()[0] for each in (numbers, tokens, makers, verified, reaches)]
+    reaches, drafts = array("d", bytes(8 * PLACES * count)), array("q", bytes(16 * NUM_PROPOSERS * num_groups))
+    written = [each.buffer_info()[0] for each in (groups, numbers, tokens, makers, reaches, drafts)]
     least_left = functions().neap_rows_read(addresses.buffer_info()[0], address, count, *written)
     before, new, drafted, left = (numbers[row * count : (row + 1) * count] for row in range(4))
     num_tokens = sum(new)
+    counts = iter(drafts.tolist())
+    of_each = [[*islice(counts, NUM_PROPOSERS)] for _ in range(2 * num_groups)]
     return RowsRead(
         zip(before, new, drafted, left, strict=True),
         tokens[:num_tokens].tolist(),
         makers[:num_tokens].tolist(),
-        verified[: sum(drafted)].tolist(),
         reaches,
+        [*zip(of_each[::2], of_each[1::2], strict=True)],
         least_left,
     )
 

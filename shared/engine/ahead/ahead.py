@@ -25,7 +25,7 @@ from shared.engine.request.admission import PrefillRate
 from shared.engine.request.answer import TokenBytes
 from shared.engine.request.request import Exit, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
-from shared.engine.statistics import Drafts, EngineStatistics
+from shared.engine.statistics import EngineStatistics
 from shared.errors import NeapError
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.ladder.proposers import exit_name, numbered
@@ -53,6 +53,8 @@ class Place:
 Row = tuple[DecodingSequence, Place]
 # The chunks that became final, by sequence.
 Results = list[tuple[DecodingSequence, list[TokenChunk]]]
+# Names of all that drafts on the device, by number.
+PROPOSERS = numbered((exit_name(0),))
 PLACE_OF = attrgetter("place")
 _NOTHING = array("d", bytes(8 * PLACES))
 
@@ -60,7 +62,7 @@ _NOTHING = array("d", bytes(8 * PLACES))
 class Company:
     """What follows from who the requests of a step are, by their `places`: as long as the same ones run on, no request
     is asked. `num_drafting` of them have drafts, which `ladders` make. `fresh`: the numbers of those for which no head
-    could draft yet. `sent`: their rows, with the block tables that they had when so many had been given."""
+    could draft yet. `groups`: of each, the place of its version in `versions`. `sent`: their rows, with the block tables that they had when so many had been given."""
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.places = [place for _, place in rows]
@@ -69,6 +71,9 @@ class Company:
         self.draws = any(place.draws for place in self.places)
         heads = [place.graphs is not None and sequence.keeps_states for sequence, place in rows]
         self.fresh = [number for number, place in enumerate(self.places) if heads[number] and not place.has_states]
+        counted = [sequence.request.counted_version for sequence, _ in rows]
+        self.versions = [*dict.fromkeys(counted)]
+        self.groups = array("i", map(self.versions.index, counted))
         self.sent: list[RowOfStep] = []
         self._num_given = -1
 
@@ -111,11 +116,12 @@ class Ahead:
         self._worth = Worth()
         self._under_way: Launched | None = None
         self._handled_s = 0.0
-        self._company, self._least_left = Company(), 0  # tokens that any of its requests may get; 0: or fewer
-        # Of all that drafts on the device, by number, and of the full model.
-        self._exits = [Exit(0, name) for name in numbered((exit_name(0),))] + [Exit(runner.num_layers, FULL)]
-        decoded = runner.loaded.tokenizer and TokenBytes.of(runner.loaded.tokenizer)
-        self._texts = decoded.texts if decoded else None
+        # The requests of the last step, and the least number of tokens that one of them may still get; 0: or more.
+        self._company, self.least_left = Company(), 0
+        self._exits = [*(Exit(0, name) for name in PROPOSERS), Exit(runner.num_layers, FULL)]
+        tokenizer = runner.loaded.tokenizer
+        decoded = None if tokenizer is None else TokenBytes.of(tokenizer)
+        self._texts = None if decoded is None else decoded.texts
 
     @property
     def is_under_way(self) -> bool:
@@ -149,10 +155,8 @@ class Ahead:
 
     def without_ending(self, sequences: Sequence[DecodingSequence]) -> Sequence[DecodingSequence]:
         """Those whose answers do not end with the step under way, which gives each of its requests a token."""
-        if self._under_way is None or (self._least_left > 1 and self.has_just(sequences)):
-            return sequences
         last = [sequence for sequence in sequences if sequence.answer.num_tokens + 1 >= sequence.answer.max_tokens]
-        if not last:
+        if self._under_way is None or not last:
             return sequences
         ending = {sequence for sequence, place in self._under_way.rows if sequence.place is place}.intersection(last)
         return [sequence for sequence in sequences if sequence not in ending]
@@ -193,7 +197,7 @@ class Ahead:
             rows = [*zip(decoding, company.places, strict=True)]
         else:
             rows = self._placed(decoding)
-            company, self._least_left = Company(rows), 0
+            company, self.least_left = Company(rows), 0
             self._company = company
         if chunk is not None:
             self.lane.read(chunk)
@@ -302,15 +306,13 @@ class Ahead:
             else 0
             for sequence, place in rows
         ]
-        read = read_rows(going, address)
-        self._least_left = read.least_left if company is self._company else 0
+        read = read_rows(going, company.groups, len(company.versions), address)
+        self.least_left = read.least_left if company is self._company else 0
         # All tokens of a step at once.
         exit_of, num_layers = self._exits.__getitem__, self._runner.num_layers
-        tokens, exits, verified = read.tokens, [*map(exit_of, read.makers)], [*map(exit_of, read.verified)]
+        tokens, exits = read.tokens, [*map(exit_of, read.makers)]
         texts = [] if self._texts is None else [*map(self._texts.__getitem__, tokens)]
-        drafts: Drafts = {}
-        num_drafting = company.num_drafting
-        first = first_verified = 0
+        num_drafting, first = company.num_drafting, 0
         for (sequence, place), goes, numbers in zip(rows, going, read.numbers, strict=True):
             chunks: list[TokenChunk] = []
             if not goes:
@@ -318,7 +320,7 @@ class Ahead:
                 results.append((sequence, chunks))
                 continue
             num_before, num_new, num_verified, num_left = numbers
-            end, end_verified = first + num_new, first_verified + num_verified
+            end = first + num_new
             try:
                 if num_before != len(sequence.tokens) or not num_new:
                     raise NeapError("the device and the host disagree about how far an answer is")
@@ -330,9 +332,6 @@ class Ahead:
                 if num_verified:
                     sequence.num_drafted += num_verified
                     sequence.num_accepted += num_new - 1
-                    drafted, accepted = drafts.setdefault(sequence.request.counted_version, ([], []))
-                    drafted += verified[first_verified:end_verified]
-                    accepted += exits[first : end - 1]
                 if num_left:
                     chunks = sequence.emit(tokens[first:end], exits[first:end], (), texts[first:end])
                 else:
@@ -342,7 +341,7 @@ class Ahead:
                         raise non_finite_logits()
             except Exception as error:
                 fail_all([sequence], error, "a request failed")
-            first, first_verified = end, end_verified
+            first = end
             if sequence.failure is not None or sequence.answer.end is not None:
                 self.forget(sequence)
             results.append((sequence, chunks))
@@ -352,8 +351,9 @@ class Ahead:
                 num_drafting -= 1
                 rows[number][1].has_states = True
         company.fresh = []
-        for version, (drafted, accepted) in drafts.items():
-            self._statistics.record_drafts(drafted, accepted, version)
+        if launched.drafted:
+            for version, (verified, accepted) in zip(company.versions, read.drafts, strict=True):
+                self._statistics.record_drafts(zip(PROPOSERS, verified, accepted, strict=True), version)
         if launched.drafted and num_drafting:
             self._worth.record(read.reaches, num_drafting)
         now = time.monotonic()

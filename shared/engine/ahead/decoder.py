@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shared.engine.ahead.ahead import PLACE_OF, Ahead, Launched, Results
+from shared.engine.ahead.ahead import Ahead, Launched, Results
 from shared.engine.ahead.graphs import MAX_ROWS
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.speculation import Speculation, have_passed
@@ -73,8 +73,10 @@ class AheadDecoder(Decoder):
     def turn(self, sequences: Sequence[DecodingSequence]) -> Results:
         """As `Decoder.turn`. Nothing that counts is returned of a sequence that the caller has ended since its launch.
         Without sequences: what is under way."""
+        if sequences and self._ahead.has_just(sequences):
+            return self._go_on(sequences)
         sequences = self._chosen(sequences)
-        if sequences and (all(map(PLACE_OF, sequences)) or all(map(self._ahead.serves, sequences))):
+        if sequences and all(map(self._ahead.serves, sequences)):
             return self._launch(sequences, [])
         # What the host drafts comes after what it knows.
         results = self._handled(self._ahead.finish())
@@ -100,9 +102,6 @@ class AheadDecoder(Decoder):
 
     def _launch(self, on_device: Sequence[DecodingSequence], on_host: Sequence[DecodingSequence]) -> Results:
         """Launches a step, and finishes the part of `on_host` in it."""
-        if not on_host and self._ahead.has_just(on_device):
-            ready = self._ahead.without_ending(on_device)
-            return self._with_failed(on_device, self._launched(ready, [], 0)[0])
         sequences = [*on_device, *on_host]
         # What has a place has been read.
         new = [sequence for sequence in sequences if sequence.place is None]
@@ -152,6 +151,11 @@ class AheadDecoder(Decoder):
         chunks_of = {part.sequence: part.chunks for part in parts}
         results += [(sequence, chunks_of.get(sequence, [])) for sequence in on_host]
         return self._with_failed(on_device, results)
+
+    def _go_on(self, sequences: Sequence[DecodingSequence]) -> Results:
+        """A step of those that were in the last one."""
+        ready = sequences if self._ahead.least_left > 1 else self._ahead.without_ending(sequences)
+        return self._with_failed(sequences, self._launched(ready, [], 0)[0])
 
     def _launched(
         self,

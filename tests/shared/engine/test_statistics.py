@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from shared.engine.request.request import Exit
 from shared.engine.statistics import CountedProgress, Distribution, EngineStatistics
 from shared.model.loaded import LoadedModel
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE
@@ -87,8 +86,7 @@ def test_tokens_copied_from_another_request_are_counted_as_cached(loaded: Loaded
 
 def test_drafts_are_counted_by_their_proposers() -> None:
     counted = EngineStatistics(NUM_LAYERS)
-    exits = Exit(0, "prompt-lookup"), Exit(2, "depth-2"), Exit(0, "prompt-lookup")
-    counted.record_drafts(exits, exits[:2], version=None)
+    counted.record_drafts([("prompt-lookup", 2, 1), ("depth-2", 1, 1), ("learned", 0, 0)], version=None)
     assert counted.drafted == {"prompt-lookup": 2, "depth-2": 1}
     assert counted.accepted == {"prompt-lookup": 1, "depth-2": 1}
 
