@@ -9,8 +9,8 @@ and an exit at depth 0 that is right at --share of all tokens, four drafts a cal
 billion parameters. One thread. Printed: medians in ms of a step, and of its parts; drafts of a step.
 
 "ahead": the same requests on the device, over a tiny model whose replays run but do not count, as they would not on a
-GPU: what the host does to launch a step and to handle the one before, with the texts of a byte-level tokenizer. Its
-times are the thread's own, because it never waits. --ahead: nothing else.
+GPU: what the host does to launch a step and to handle the one before, with the texts of a byte-level tokenizer, all of
+whose tokens it has seen. Its times are the thread's own, because it never waits. --ahead: nothing else.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.engine.drafting.speculation import settle
 from shared.engine.memory.prefixes import Prefixes
+from shared.engine.request.answer import TokenBytes
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
@@ -279,7 +280,12 @@ def letters(size: int) -> PreTrainedTokenizerFast:
     tokens = islice((f"Ġ{''.join(each)}" for each in product("etaoinshrdlu", repeat=3)), size)
     tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="Ġeee"))
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    token_bytes = TokenBytes.of(found)
+    assert token_bytes is not None
+    for token_id in range(size):  # as after a while of serving
+        assert token_bytes.texts[token_id]
+    return found
 
 
 def main() -> None:

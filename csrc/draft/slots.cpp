@@ -61,16 +61,19 @@ NEAP_API void neap_confidence_ratios(const Confidence* const* confidences, int64
 NEAP_API double neap_uniform_at(uint64_t seed, uint64_t position) { return uniform_at(seed, position); }
 
 // Reads the rows of a step, but for those without a confidence (null), which gets what has been shown of the drafts.
-// `numbers` [4, count]: tokens before the step, new ones, drafts that were verified, and tokens left. One row after the
+// `numbers` [count, 4]: tokens before the step, new ones, drafts that were verified, and tokens left. One row after the
 // other, `tokens`: the new ones, and `makers`: their proposers, kFirstExit + 1 for the full model. `reaches` [count,
-// kPlaces]: of all drafts, and 0 where there is none. `drafts` [groups, 2, kFirstExit + 1] gets the verified and the
-// accepted drafts of each proposer added, by the group of a row. Returns the least number of tokens left, 0 if a row is
+// kPlaces]: of all drafts, and 0 where there is none. `drafts` [num_groups, 2, kFirstExit + 1]: the verified and
+// the accepted drafts of each proposer, by the group of a row. Returns the least number of tokens left, 0 if a row is
 // not used.
 NEAP_API int64_t neap_rows_read(Confidence* const* confidences, const Row* rows, int64_t count,
-                                const int32_t* groups, int64_t* numbers, int32_t* tokens, int32_t* makers,
+                                const int32_t* groups, int64_t num_groups, int64_t* numbers, int32_t* tokens, int32_t* makers,
                                 double* reaches, int64_t* drafts) {
   int64_t least = count ? kMostLeft : 0;
-  for (int64_t at = 0; at < count; ++at, reaches += kPlaces) {
+  std::fill_n(numbers, 4 * count, 0);
+  std::fill_n(reaches, kPlaces * count, 0.0);
+  std::fill_n(drafts, 2 * (kFirstExit + 1) * num_groups, 0);
+  for (int64_t at = 0; at < count; ++at, numbers += 4, reaches += kPlaces) {
     Confidence* confidence = confidences[at];
     if (at + kAhead < count)  // the device has written them, so no cache has them
       for (const char* line = (const char*)(rows + at + kAhead); line < (const char*)rows[at + kAhead].said; line += 64)
@@ -81,8 +84,7 @@ NEAP_API int64_t neap_rows_read(Confidence* const* confidences, const Row* rows,
     }
     const Row& row = rows[at];
     least = std::min<int64_t>(least, row.num_left);
-    numbers[at] = row.num_tokens, numbers[count + at] = row.num_new;
-    numbers[2 * count + at] = row.num_verified, numbers[3 * count + at] = row.num_left;
+    numbers[0] = row.num_tokens, numbers[1] = row.num_new, numbers[2] = row.num_verified, numbers[3] = row.num_left;
     std::copy_n(row.reaches, row.num_drafted, reaches);
     const auto drafted_by = [&](int place) { return row.said[place].drafts[row.said[place].chosen].proposer; };
     int64_t* of_group = drafts + groups[at] * 2 * (kFirstExit + 1);

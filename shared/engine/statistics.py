@@ -5,7 +5,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from shared.engine.request.request import Exit, GenerationRequest, TokenChunk
@@ -35,14 +35,14 @@ class Distribution:
 
 
 @dataclass(slots=True)
-class CountedProgress:
-    """What of a sequence has been counted already, or elsewhere. `delivered_s`: time of its last tokens, in
-    `time.monotonic()` seconds; 0 before the first. `pace`: of what came after them."""
+class CountedProgress(Pace):
+    """What of a sequence has been counted already, or elsewhere, and under which version. `delivered_s`: time of its
+    last tokens, in `time.monotonic()` seconds; 0 before the first. Its pace is that of what came after the first."""
 
+    version: int | None = None
     num_generated: int = 0
     num_layer_executions: int = 0
     delivered_s: float = 0.0
-    pace: Pace = field(default_factory=Pace)
 
 
 class CountedSequence(Protocol):
@@ -181,7 +181,7 @@ class EngineStatistics(DepthCounts):
             num_executions = executions - seen.num_layer_executions
             delivered_s = seen.delivered_s
             seen.num_generated, seen.num_layer_executions, seen.delivered_s = num_generated, executions, now
-            version = sequence.request.counted_version
+            version = seen.version
             counted = of_versions.get(version)
             if counted is None:
                 counted = of_versions[version] = StepCounts()
@@ -196,13 +196,12 @@ class EngineStatistics(DepthCounts):
                 if (extra := num_executions - self._num_layers * num_tokens) > 0:
                     counted.num_extra += extra
                 if version is not None:
-                    pace = seen.pace
-                    pace.num_tokens += num_tokens
-                    pace.num_steps += 1
-                    pace.seconds += now - delivered_s if seconds is None else seconds
-                    pace.num_running += num_sequences
+                    seen.num_tokens += num_tokens
+                    seen.num_steps += 1
+                    seen.seconds += now - delivered_s if seconds is None else seconds
+                    seen.num_running += num_sequences
                     if sequence.is_finished:
-                        self._record_served(sequence, version, pace)
+                        self._record_served(sequence, version, seen)
             else:
                 counted.num_requests += 1
                 self.num_prompt_tokens += len(sequence.request.given_ids)

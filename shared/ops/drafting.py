@@ -36,7 +36,7 @@ _OTHER_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "neap_ladder_call_gain_s": (c_void_p, c_int64, c_double),
     "neap_ladder_pass_s": (c_void_p, c_int64),
     "neap_ladder_slow_exit": (c_void_p, c_int64, c_double),
-    "neap_rows_read": (c_void_p, c_void_p, c_int64, *(c_void_p,) * 6),
+    "neap_rows_read": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, *(c_void_p,) * 5),
     "neap_worth_record": (c_void_p, c_int64, c_int64, c_double, c_double, c_void_p, c_int64),
     "neap_confidence_ratios": (c_void_p, c_int64, c_void_p),
     "neap_learned_learn": (c_void_p, c_uint64, c_void_p, c_int64, c_int64),

@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from ctypes import Structure, addressof, byref, c_double, c_int32, c_int64, c_uint64, c_void_p
 from ctypes import sizeof as size_of
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -146,39 +145,45 @@ class RowsRead(NamedTuple):
     """The rows of a step. `numbers`, of each: its tokens before the step, how many became final, how many drafts were
     verified, and how many tokens its answer may still get, 0 after its end. Of one row after the other: the new tokens
     and by number their proposers, the full model after all others. `reaches`, PLACES of each row: of all drafts, and 0
-    where there is none. `drafts`: those that were verified of each proposer and those that were accepted, group after
-    group. `least_left`: the least number of tokens left; 0 if a row is not used."""
+    where there is none. `drafts`, of each group: those that were verified of each proposer, then those that were
+    accepted. `least_left`: the least number of tokens left; 0 if a row is not used."""
 
-    numbers: Iterator[tuple[int, int, int, int]]
+    numbers: Iterator[tuple[int, ...]]
     tokens: list[int]
     makers: list[int]
     reaches: "array[float]"
-    drafts: list[tuple[list[int], list[int]]]
+    drafts: Iterator[tuple[int, ...]]
     least_left: int
 
 
-def read_rows(confidences: Sequence[int], groups: "array[int]", num_groups: int, address: int) -> RowsRead:
-    """Reads the rows of a step on the host. The confidence of each, by its address, gets what is shown of its drafts.
-    Rows of 0 are not to be used, and have no tokens. `groups` (int32): by which their drafts are counted."""
-    count = len(confidences)
-    # Arrays, because ctypes makes a type for each length, which takes longer than all else here.
-    addresses, numbers = array("Q", confidences), array("q", bytes(32 * count))
-    tokens, makers = array("i", bytes(4 * (PLACES + 1) * count)), array("i", bytes(4 * (PLACES + 1) * count))
-    reaches, drafts = array("d", bytes(8 * PLACES * count)), array("q", bytes(16 * NUM_PROPOSERS * num_groups))
-    written = [each.buffer_info()[0] for each in (groups, numbers, tokens, makers, reaches, drafts)]
-    least_left = functions().neap_rows_read(addresses.buffer_info()[0], address, count, *written)
-    before, new, drafted, left = (numbers[row * count : (row + 1) * count] for row in range(4))
-    num_tokens = sum(new)
-    counts = iter(drafts.tolist())
-    of_each = [[*islice(counts, NUM_PROPOSERS)] for _ in range(2 * num_groups)]
-    return RowsRead(
-        zip(before, new, drafted, left, strict=True),
-        tokens[:num_tokens].tolist(),
-        makers[:num_tokens].tolist(),
-        reaches,
-        [*zip(of_each[::2], of_each[1::2], strict=True)],
-        least_left,
-    )
+class RowReader:
+    """Reads the rows of steps, into memory of its own."""
+
+    def __init__(self) -> None:
+        # Arrays, because ctypes makes a type for each length, which takes longer than all else here.
+        self._numbers, self._reaches = array("q", [0]) * (4 * MOST_ROWS), array("d", [0.0]) * (PLACES * MOST_ROWS)
+        self._tokens, self._makers = (array("i", [0]) * ((PLACES + 1) * MOST_ROWS) for _ in range(2))
+        self._drafts = array("q", [0]) * (2 * NUM_PROPOSERS * MOST_ROWS)
+        written = self._numbers, self._tokens, self._makers, self._reaches, self._drafts
+        self._written = [each.buffer_info()[0] for each in written]
+
+    def read(self, confidences: Sequence[int], groups: "array[int]", num_groups: int, address: int) -> RowsRead:
+        """Reads a step. The confidence of each row, by its address, gets what is shown of its drafts. Rows of 0 are not
+        to be used, and have no tokens. `groups` (int32): by which their drafts are counted."""
+        count, addresses = len(confidences), array("Q", confidences)
+        least_left = functions().neap_rows_read(
+            addresses.buffer_info()[0], address, count, groups.buffer_info()[0], num_groups, *self._written
+        )
+        numbers = self._numbers[: 4 * count].tolist()
+        num_tokens = sum(numbers[1::4])
+        return RowsRead(
+            zip(*[iter(numbers)] * 4, strict=True),
+            self._tokens[:num_tokens].tolist(),
+            self._makers[:num_tokens].tolist(),
+            self._reaches[: PLACES * count],
+            zip(*[iter(self._drafts[: 2 * NUM_PROPOSERS * num_groups])] * (2 * NUM_PROPOSERS), strict=True),
+            least_left,
+        )
 
 
 def record_worth(reaches: "array[float]", num_rows: int, step: float, decay: float, gains: "array[float]") -> None:

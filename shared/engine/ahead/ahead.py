@@ -33,7 +33,7 @@ from shared.model.paged_kv import BlockPool, as_paged
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import Work
 from shared.ops import NO_TOKEN
-from shared.ops.slots import MOST_ENDS, MOST_ROWS, NO_DRAFTER, PLACES, Slot, read_rows
+from shared.ops.slots import MOST_ENDS, MOST_ROWS, NO_DRAFTER, NUM_PROPOSERS, PLACES, RowReader, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,8 @@ class Ahead:
         self._handled_s = 0.0
         # The requests of the last step, and the least number of tokens that one of them may still get; 0: or more.
         self._company, self.least_left = Company(), 0
-        self._exits = [*(Exit(0, name) for name in PROPOSERS), Exit(runner.num_layers, FULL)]
+        self._reader, self._num_layers = RowReader(), runner.num_layers
+        self._exits = [*(Exit(0, name) for name in PROPOSERS), Exit(self._num_layers, FULL)]
         tokenizer = runner.loaded.tokenizer
         decoded = None if tokenizer is None else TokenBytes.of(tokenizer)
         self._texts = None if decoded is None else decoded.texts
@@ -306,11 +307,10 @@ class Ahead:
             else 0
             for sequence, place in rows
         ]
-        read = read_rows(going, company.groups, len(company.versions), address)
+        read = self._reader.read(going, company.groups, len(company.versions), address)
         self.least_left = read.least_left if company is self._company else 0
         # All tokens of a step at once.
-        exit_of, num_layers = self._exits.__getitem__, self._runner.num_layers
-        tokens, exits = read.tokens, [*map(exit_of, read.makers)]
+        num_layers, tokens, exits = self._num_layers, read.tokens, [*map(self._exits.__getitem__, read.makers)]
         texts = [] if self._texts is None else [*map(self._texts.__getitem__, tokens)]
         num_drafting, first = company.num_drafting, 0
         for (sequence, place), goes, numbers in zip(rows, going, read.numbers, strict=True):
@@ -352,7 +352,8 @@ class Ahead:
                 rows[number][1].has_states = True
         company.fresh = []
         if launched.drafted:
-            for version, (verified, accepted) in zip(company.versions, read.drafts, strict=True):
+            for version, numbers in zip(company.versions, read.drafts, strict=True):
+                verified, accepted = numbers[:NUM_PROPOSERS], numbers[NUM_PROPOSERS:]
                 self._statistics.record_drafts(zip(PROPOSERS, verified, accepted, strict=True), version)
         if launched.drafted and num_drafting:
             self._worth.record(read.reaches, num_drafting)

@@ -83,6 +83,7 @@ class SlotMemory:
         self._controls = [Control.from_address(each.data_ptr()) for each in self._sent]
         self._written: list[Sequence[RowOfStep] | None] = [None] * NUM_STEPS
         self._ratio_bytes = ratio_bytes()
+        self._views: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = {}
 
     def _args(self, token_rows: Tensor) -> SlotArgs:
         pointers = {
@@ -150,7 +151,7 @@ class SlotMemory:
             memset(addressof(control.drafters), NO_DRAFTER, 4 * len(rows))
         write_ratios(self._confidences, memory.data_ptr() + size_of(Control))
         num_bytes = size_of(Control) + len(self._confidences) * self._ratio_bytes
-        self._copy(self._control[:num_bytes], memory[:num_bytes])
+        self._copy(*self._view(self._control, memory, place, num_bytes))
 
     @inference
     def read(self, num_rows: int) -> Arrived:
@@ -158,7 +159,7 @@ class SlotMemory:
         place = self._num_read % NUM_STEPS
         self._num_read += 1
         memory = self._read[place]
-        self._copy(memory[:num_rows], self.rows[:num_rows])
+        self._copy(*self._view(memory, self.rows, place, num_rows))
         for event in self._events[place : place + 1]:
             event.record(torch.cuda.current_stream(self.rows.device))
 
@@ -167,6 +168,13 @@ class SlotMemory:
             return memory.data_ptr()
 
         return arrived
+
+    def _view(self, into: Tensor, source: Tensor, place: int, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` of both, which are made once."""
+        key = into is self._control, place, count
+        if key not in self._views:
+            self._views[key] = into[:count], source[:count]
+        return self._views[key]
 
     def _copy(self, into: Tensor, source: Tensor) -> None:
         into.copy_(source, non_blocking=True)

@@ -11,7 +11,7 @@ from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.proposers import NOT_CALIBRATED, numbered
 from shared.ladder.tables import SequenceTables, native_ladder
 from shared.model.runner import Runner
-from shared.ops.drafting import functions
+from shared.ops.drafting import Handle, functions
 
 # The proposer of what the full model chooses itself.
 FULL = "full"
@@ -21,6 +21,18 @@ DECAY, MOST_SLOWNESS = 0.95, 4.0
 KEY_DECAY, LEAST_SPREAD = 0.99, 0.02
 # What is learnt of sampled answers is kept apart for each tenth of a temperature up to this many tenths.
 MOST_TENTHS = 20
+
+
+class PassSeconds(dict[int, float]):
+    """By number of tokens, each found when it is first asked for."""
+
+    def __init__(self, native: Handle) -> None:
+        super().__init__()
+        self._native = native
+
+    def __missing__(self, num_tokens: int) -> float:
+        self[num_tokens] = seconds = functions().neap_ladder_pass_s(self._native.address, num_tokens)
+        return float(seconds)
 
 
 class Drafter:
@@ -51,7 +63,8 @@ class Drafter:
             if ladder
             else (),
         )
-        self._pass_s: dict[int, float] = {}
+        # Measured seconds of a pass over so many tokens.
+        self.pass_s = PassSeconds(self.native).__getitem__
         self._slowness = [1.0] * len(exit_depths)
         self._confidence: dict[tuple[int, bool, bool], Confidence] = {}
 
@@ -74,13 +87,6 @@ class Drafter:
         make = self.ladder.tables if self.ladder else SequenceTables
         confidence = self.confidence(request)
         return make(self.native, confidence, learned, request.predicted, len(request.prompt_ids))
-
-    def pass_s(self, num_tokens: int) -> float:
-        """Measured seconds of a pass over so many tokens."""
-        seconds = self._pass_s.get(num_tokens)
-        if seconds is None:
-            seconds = self._pass_s[num_tokens] = functions().neap_ladder_pass_s(self.native.address, num_tokens)
-        return seconds
 
     def record_call(self, index: int, seconds: float, num_chains: int, num_drafts: int) -> None:
         """A call of an exit took so long, for that many chains and drafts of the longest. While serving it finds cold

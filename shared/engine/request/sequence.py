@@ -64,6 +64,16 @@ class DecodingSequence:
     (`shared.model.regimes`).
     """
 
+    # A step reads a few numbers of each of many: together, not by a dictionary of each.
+    __slots__ = (
+        "__weakref__", "_exits", "_num_shown", "_read_again_at", "_regimes", "answer", "cache", "counted", "counts",
+        "drafter", "failure", "first_token_s", "kept_depths", "keeps_states", "ladder", "learned", "num_accepted",
+        "num_cached", "num_drafted", "num_layer_executions", "num_prompt_tokens", "num_read_before", "num_relaxed",
+        "num_resumed", "num_scored", "num_settled", "num_token_layers", "num_verify_passes", "on_states", "place",
+        "read_length", "read_until", "request", "settled", "shows_tokens", "started_s", "submitted_s", "tables",
+        "tokens", "vocabulary_size",
+    )  # fmt: skip
+
     def __init__(
         self,
         request: GenerationRequest,
@@ -123,7 +133,7 @@ class DecodingSequence:
         self.num_layer_executions = 0
         self.num_token_layers = 0
         self.num_resumed = len(request.resumed_ids)
-        self.counted = CountedProgress(self.num_resumed)
+        self.counted = CountedProgress(version=request.counted_version, num_generated=self.num_resumed)
         self.failure: NeapError | None = None
         self.place: Any = None  # on the device, if it has one: see `Ahead`
         self._exits: list[Exit] = []  # of its tokens

@@ -93,9 +93,8 @@ def test_drafts_are_counted_by_their_proposers() -> None:
 
 def test_time_between_steps_is_shared_by_their_tokens() -> None:
     counted = EngineStatistics(NUM_LAYERS)
-    seen = CountedProgress(3, 7, delivered_s=time.monotonic() - 900)
+    seen = CountedProgress(num_generated=3, num_layer_executions=7, delivered_s=time.monotonic() - 900)
     sequence = SimpleNamespace(
-        request=SimpleNamespace(counted_version=None),
         failure=None,
         num_generated=6,
         num_layer_executions=11,
