@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.engine.request.request import Exit, GenerationRequest, TokenChunk
+from shared.engine.request.request import Exit, FinishReason, GenerationRequest, TokenChunk
 from shared.engine.served import Pace, ServedCounts
 from shared.errors import NeapError
 
@@ -45,6 +45,13 @@ class CountedProgress(Pace):
     delivered_s: float = 0.0
 
 
+class CountedAnswer(Protocol):
+    """Its tokens, with those that the caller had before, and why it has ended, None before."""
+
+    num_tokens: int
+    end: tuple[FinishReason, str] | None
+
+
 class CountedSequence(Protocol):
     """What the statistics read of a sequence; `counted` and `started_s` are theirs to set."""
 
@@ -61,7 +68,7 @@ class CountedSequence(Protocol):
     @property
     def request(self) -> GenerationRequest: ...
     @property
-    def num_generated(self) -> int: ...
+    def answer(self) -> CountedAnswer: ...
     @property
     def is_finished(self) -> bool: ...
 
@@ -169,9 +176,11 @@ class EngineStatistics(DepthCounts):
             self.step_sequences.record(num_sequences)
         now = time.monotonic()
         of_versions: dict[int | None, StepCounts] = {}
-        intervals: dict[tuple[float, int], int] = {}  # requests, by when they had tokens last, and how many they get
+        # Requests, by when they had tokens last, and how many they get.
+        intervals: dict[float, dict[int, int]] = {}
         for sequence, chunks in results:
-            seen, num_generated = sequence.counted, sequence.num_generated
+            seen, answer = sequence.counted, sequence.answer
+            num_generated = answer.num_tokens
             num_tokens = num_generated - seen.num_generated
             if sequence.failure is not None:  # only what it was given before it failed
                 num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
@@ -189,8 +198,8 @@ class EngineStatistics(DepthCounts):
             for chunk in chunks:
                 counted.exits += chunk.exits
             if delivered_s:
-                interval = delivered_s, num_tokens
-                intervals[interval] = intervals.get(interval, 0) + 1
+                times = intervals.get(delivered_s) or intervals.setdefault(delivered_s, {})
+                times[num_tokens] = times.get(num_tokens, 0) + 1
                 counted.num_later_tokens += num_tokens
                 counted.num_executions += num_executions
                 if (extra := num_executions - self._num_layers * num_tokens) > 0:
@@ -200,14 +209,15 @@ class EngineStatistics(DepthCounts):
                     seen.num_steps += 1
                     seen.seconds += now - delivered_s if seconds is None else seconds
                     seen.num_running += num_sequences
-                    if sequence.is_finished:
+                    if answer.end is not None and sequence.is_finished:
                         self._record_served(sequence, version, seen)
             else:
                 counted.num_requests += 1
                 self.num_prompt_tokens += len(sequence.request.given_ids)
                 self.num_cached_prompt_tokens += sequence.num_cached
-        for (delivered_s, num_tokens), times in intervals.items():
-            self.inter_token_s.record((now - delivered_s) / num_tokens, num_tokens * times)
+        for delivered_s, times in intervals.items():
+            for num_tokens, number in times.items():
+                self.inter_token_s.record((now - delivered_s) / num_tokens, num_tokens * number)
         for version, counted in of_versions.items():
             exits = Counter(counted.exits)
             for counts in self._counts(version):

@@ -96,7 +96,7 @@ def test_time_between_steps_is_shared_by_their_tokens() -> None:
     seen = CountedProgress(num_generated=3, num_layer_executions=7, delivered_s=time.monotonic() - 900)
     sequence = SimpleNamespace(
         failure=None,
-        num_generated=6,
+        answer=SimpleNamespace(num_tokens=6, end=None),
         num_layer_executions=11,
         counted=seen,
     )
