@@ -133,7 +133,8 @@ class EmptyRunner(PagedRunner):
     @inference
     def _run_layers(self, first: int, last: int, bucket: int) -> None:
         if self._has_layers:
-            return super()._run_layers(first, last, bucket)
+            super()._run_layers(first, last, bucket)
+            return
         states = self._model.embed(self._tokens[bucket].ids[None])[0]
         for left in (self._leaving, *self._captured.values()):
             left[:bucket].copy_(states)

@@ -66,9 +66,9 @@ NEAP_API double neap_uniform_at(uint64_t seed, uint64_t position) { return unifo
 // kPlaces]: of all drafts, and 0 where there is none. `drafts` [num_groups, 2, kFirstExit + 1]: the verified and
 // the accepted drafts of each proposer, by the group of a row. Returns the least number of tokens left, 0 if a row is
 // not used.
-NEAP_API int64_t neap_rows_read(Confidence* const* confidences, const Row* rows, int64_t count,
-                                const int32_t* groups, int64_t num_groups, int64_t* numbers, int32_t* tokens, int32_t* makers,
-                                double* reaches, int64_t* drafts) {
+NEAP_API int64_t neap_rows_read(Confidence* const* confidences, const Row* rows, int64_t count, const int32_t* groups,
+                                int64_t num_groups, int64_t* numbers, int32_t* tokens, int32_t* makers, double* reaches,
+                                int64_t* drafts) {
   int64_t least = count ? kMostLeft : 0;
   std::fill_n(numbers, 4 * count, 0);
   std::fill_n(reaches, kPlaces * count, 0.0);

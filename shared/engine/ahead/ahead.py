@@ -62,7 +62,8 @@ _NOTHING = array("d", bytes(8 * PLACES))
 class Company:
     """What follows from who the requests of a step are, by their `places`: as long as the same ones run on, no request
     is asked. `num_drafting` of them have drafts, which `ladders` make. `fresh`: the numbers of those for which no head
-    could draft yet. `groups`: of each, the place of its version in `versions`. `sent`: their rows, with the block tables that they had when so many had been given."""
+    could draft yet. `groups`: of each, the place of its version in `versions`. `sent`: their rows, with the block
+    tables that they had when so many had been given."""
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.places = [place for _, place in rows]

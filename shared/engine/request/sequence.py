@@ -67,7 +67,7 @@ class DecodingSequence:
     # A step reads a few numbers of each of many: together, not by a dictionary of each.
     __slots__ = (
         "__weakref__", "_exits", "_num_shown", "_read_again_at", "_regimes", "answer", "cache", "counted", "counts",
-        "drafter", "failure", "first_token_s", "kept_depths", "keeps_states", "ladder", "learned", "num_accepted",
+        "drafter", "failure", "first_token_s", "keeps_states", "kept_depths", "ladder", "learned", "num_accepted",
         "num_cached", "num_drafted", "num_layer_executions", "num_prompt_tokens", "num_read_before", "num_relaxed",
         "num_resumed", "num_scored", "num_settled", "num_token_layers", "num_verify_passes", "on_states", "place",
         "read_length", "read_until", "request", "settled", "shows_tokens", "started_s", "submitted_s", "tables",
