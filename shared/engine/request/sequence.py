@@ -259,8 +259,8 @@ class DecodingSequence:
             num_before = answer.num_tokens
             texts = answer.push(token_ids)
             taken = token_ids[: answer.num_tokens - num_before]
-            if len(texts) < len(token_ids):
-                token_ids, exits, logprobs = (each[: len(texts)] for each in (token_ids, exits, logprobs))
+            if (end := len(texts)) < len(token_ids):
+                token_ids, exits, logprobs = token_ids[:end], exits[:end], logprobs[:end]
         self.tokens += taken
         if self.counts is not None:
             for token_id in taken:
