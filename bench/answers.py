@@ -24,8 +24,8 @@ class EngineAnswer(Answer):
 
     def take(self, event: EngineEvent) -> None:
         if isinstance(event, TokenChunk):
-            self.times_s += [time.perf_counter()] * len(event.tokens)
-            self.token_ids += [token.token_id for token in event.tokens]
+            self.times_s += [time.perf_counter()] * len(event.token_ids)
+            self.token_ids += event.token_ids
         elif isinstance(event, Finished):
             self.finished = event
         elif event is not None:

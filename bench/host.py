@@ -9,8 +9,8 @@ and an exit at depth 0 that is right at --share of all tokens, four drafts a cal
 billion parameters. One thread. Printed: medians in ms of a step, and of its parts; drafts of a step.
 
 "ahead": the same requests on the device, over a tiny model whose replays run but do not count, as they would not on a
-GPU: what the host does to launch a step and to handle the one before, with the texts of a byte-level tokenizer. Its
-times are the thread's own, because it never waits. --ahead: nothing else.
+GPU: what the host does to launch a step and to handle the one before, with the texts of a byte-level tokenizer, all of
+whose tokens it has seen. Its times are the thread's own, because it never waits. --ahead: nothing else.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.engine.drafting.speculation import settle
 from shared.engine.memory.prefixes import Prefixes
+from shared.engine.request.answer import TokenBytes
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
@@ -49,8 +50,9 @@ from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
 from shared.model.choosing import largest
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.inference import inference
 from shared.model.paged_runner import PagedRunner
-from shared.model.recorder import Work
+from shared.model.recorder import Recorder, Work
 from shared.model.runner import CapturedStates
 from shared.ops import slots
 from shared.ops.chains import Chains, ChainStart
@@ -116,6 +118,26 @@ class FreeRunner(ContiguousRunner):
 
     def wait(self) -> None:
         time.sleep(max(self.ready_s - time.perf_counter(), 0.0))
+
+
+class EmptyRunner(PagedRunner):
+    """Passes without the layers, which add nothing to the states of an imposed model. On a GPU they leave the host's
+    caches alone. On a CPU they would empty them."""
+
+    _has_layers = True  # while it is made, it tries the model
+
+    def __init__(self, imposed: Imposed, recorder: Recorder) -> None:
+        super().__init__(imposed.loaded, kv_budget_bytes=1 << 28, recorder=recorder)
+        self._has_layers = False
+
+    @inference
+    def _run_layers(self, first: int, last: int, bucket: int) -> None:
+        if self._has_layers:
+            super()._run_layers(first, last, bucket)
+            return
+        states = self._model.embed(self._tokens[bucket].ids[None])[0]
+        for left in (self._leaving, *self._captured.values()):
+            left[:bucket].copy_(states)
 
 
 class UncountedRecorder:
@@ -229,7 +251,7 @@ def measure(runner: FreeRunner, imposed: Imposed, policy: str, count: int, optio
 def measure_ahead(imposed: Imposed, policy: str, count: int, num_steps: int) -> tuple[float, float]:
     """Medians of the host's ms of a step launched ahead, and of its drafts."""
     recorder = UncountedRecorder()
-    runner = PagedRunner(imposed.loaded, kv_budget_bytes=1 << 28, recorder=recorder)
+    runner = EmptyRunner(imposed, recorder)
     bound = imposed.ladder.bind(runner)
     drafter = Drafter(runner, COSTS, bound if policy == "exact" else None)
     plan = slots.plan
@@ -259,7 +281,12 @@ def letters(size: int) -> PreTrainedTokenizerFast:
     tokens = islice((f"Ġ{''.join(each)}" for each in product("etaoinshrdlu", repeat=3)), size)
     tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="Ġeee"))
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    token_bytes = TokenBytes.of(found)
+    assert token_bytes is not None
+    for token_id in range(size):  # as after a while of serving
+        assert token_bytes.texts[token_id]
+    return found
 
 
 def main() -> None:

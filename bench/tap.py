@@ -25,7 +25,7 @@ from bench.table import head, row
 from bench.worker import MODEL_ID, serving
 from inference_service.metrics import WorkerMetrics
 from inference_service.tap import TakenAnswer, Tap
-from shared.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
+from shared.engine.request.request import Exit, GenerationRequest, TokenChunk
 from shared.traffic.answer import ServedAnswer
 from shared.traffic.traffic import open_traffic
 
@@ -45,8 +45,9 @@ def every_step(taken: TakenAnswer, chunk: TokenChunk, num_steps: int) -> None:
 
 def alone(num_tokens: int) -> None:
     """Prints microseconds for each step and answer."""
-    tokens = tuple(GeneratedToken(40_000 + number % 5, 30, "full") for number in range(PER_STEP))
-    chunk, steps = TokenChunk(("a",) * PER_STEP, tokens), num_tokens // PER_STEP
+    token_ids = [40_000 + number % 5 for number in range(PER_STEP)]
+    chunk = TokenChunk(("a",) * PER_STEP, token_ids, (Exit(30, "full"),) * PER_STEP)
+    steps = num_tokens // PER_STEP
     request = GenerationRequest(prompt_ids=tuple(range(1000, 1000 + PROMPT_TOKENS)))
     adding, keeping = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +59,7 @@ def alone(num_tokens: int) -> None:
             adding.append(seconds_of(time.perf_counter, partial(every_step, taken, chunk, steps)) / steps)
             keeping.append(seconds_of(time.perf_counter, partial(taken.keep, MODEL_ID, request)))
         tap.close()
-        ids = array("I", [token.token_id for token in tokens] * steps)
+        ids = array("I", token_ids * steps)
         kept = [
             ServedAnswer(MODEL_ID, "default", 1, "numerics", 480_000, array("I", request.prompt_ids), ids)
             for _ in range(ANSWERS)

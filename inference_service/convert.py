@@ -16,7 +16,6 @@ from inference_service.routers import RouterChoice
 from shared.chat.parser import MessageParser, MessagePart
 from shared.constraints.constraint import MAX_BYTES, Constraint, MessageConstraint, invalid
 from shared.engine.memory.prefixes import key_of
-from shared.engine.prompt_scores import PROMPT
 from shared.engine.request.prompt import Prompt, encode_bad_word, encode_prediction, encode_prompt
 from shared.engine.request.request import (
     DepthStatistics,
@@ -262,14 +261,21 @@ def from_event(
     if isinstance(event, Finished):
         num_reasoning = message.num_reasoning_tokens if message is not None else 0
         return inference_pb2.GenerateResponse(finished=_finished(event, content, num_reasoning))
-    tokens, prompt = ([_token(token, text_of) for token in group] for group in (event.tokens, event.prompt))
+    if event.logprobs:
+        tokens = [_scored_token(token, text_of) for token in event.tokens]
+    else:
+        tokens = [
+            inference_pb2.Token(id=token_id, exit_depth=way.depth, proposer=way.proposer)
+            for token_id, way in zip(event.token_ids, event.exits, strict=True)
+        ]
+    prompt = [_scored_token(token, text_of) for token in event.prompt]
     chunk = inference_pb2.TokenChunk(tokens=tokens, prompt_tokens=prompt, **content)
     return inference_pb2.GenerateResponse(chunk=chunk)
 
 
-def _token(token: GeneratedToken, text_of: Callable[[int], str]) -> inference_pb2.Token:
+def _scored_token(token: GeneratedToken, text_of: Callable[[int], str]) -> inference_pb2.Token:
     return inference_pb2.Token(
-        text=None if token.logprob is None and token.proposer != PROMPT else text_of(token.token_id),
+        text=text_of(token.token_id),
         id=token.token_id,
         exit_depth=token.exit_depth,
         proposer=token.proposer,

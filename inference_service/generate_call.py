@@ -68,8 +68,8 @@ class GenerateCall:
         if isinstance(event, Finished):
             self._finished = event
             return
-        self._num_tokens += len(event.tokens)
-        if self._first_token_s is None and event.tokens:
+        self._num_tokens += len(event.token_ids)
+        if self._first_token_s is None and event.token_ids:
             self._first_token_s = time.monotonic()
             ttft_s = self._first_token_s - self._arrived_s
             self._metrics.time_to_first_token.labels(self._model_id).observe(ttft_s)

@@ -10,14 +10,14 @@ import random
 import sys
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, groupby
 from threading import Event, Lock, Thread, get_native_id
 
 import structlog
 
 from inference_service.metrics import WorkerMetrics
-from shared.engine.request.request import GeneratedToken, GenerationEvent, GenerationRequest, TokenChunk
+from shared.engine.request.request import GenerationEvent, GenerationRequest, TokenChunk
 from shared.errors import NeapError
 from shared.traffic.answer import HOUR_S, ServedAnswer
 from shared.traffic.encoding import MAX_CONTENT_BYTES, content_bytes
@@ -173,15 +173,15 @@ class TakenAnswer:
 
     def __init__(self, tap: Tap, pool: str, numerics_id: str) -> None:
         self._tap, self._pool, self._numerics_id = tap, pool, numerics_id
-        self._parts: list[tuple[GeneratedToken, ...]] = []
+        self._parts: list[Sequence[int]] = []
 
     def add(self, event: GenerationEvent) -> None:
         if isinstance(event, TokenChunk):
-            self._parts.append(event.tokens)
+            self._parts.append(event.token_ids)
 
     def keep(self, model_id: str, request: GenerationRequest) -> None:
         """After the client has got all of it. An answer without a token is not kept."""
-        token_ids = array("I", [token.token_id for token in chain.from_iterable(self._parts)])
+        token_ids = array("I", chain.from_iterable(self._parts))
         if token_ids:
             self._tap.keep(model_id, self._pool, self._numerics_id, request, token_ids)
 

@@ -30,7 +30,7 @@ class BoundLadders(SimpleNamespace):
 def busy_engine() -> SimpleNamespace:
     """What metrics read of an engine of the model "tiny" that has counted something of each kind."""
     statistics = EngineStatistics(num_layers=4)
-    statistics.record_drafts(["prompt-lookup"], ["prompt-lookup"], 3)
+    statistics.record_drafts([("prompt-lookup", 1, 1)], 3)
     statistics.exits["prompt-lookup"] += 1
     statistics.by_version[3].exits["prompt-lookup"] += 1
     statistics.served.record("latest", 3, Pace(20, 10, 0.5, 10), num_passes=10, num_drafted=9, num_executions=40)

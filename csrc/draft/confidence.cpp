@@ -28,10 +28,10 @@ std::vector<Rated> Confidence::rated(const std::vector<Draft>& drafts) const {
 }
 
 void Confidence::record(const Draft* drafts, int count, int32_t token) {
-  std::vector<Rated> found;
+  found_.clear();
   const auto ratio = [this](Case in_case, int proposer) { return this->ratio(in_case, proposer); };
-  Position{drafts, count, weights_, ratio}.combine([&](const Rated& one) { found.push_back(one); });
-  for (const Rated& one : found) add(one.in_case, *one.draft, one.probability, token);
+  Position{drafts, count, weights_, ratio}.combine([&](const Rated& one) { found_.push_back(one); });
+  for (const Rated& one : found_) add(one.in_case, *one.draft, one.probability, token);
   for (const Draft* draft = drafts; draft < drafts + count; ++draft)
     if (draft->is_exit()) add(kAnyExit, *draft, draft->probability, token);
 }

@@ -41,6 +41,7 @@ class Confidence {
 
   JointWeights weights_;
   std::vector<Sum> sums_[kNumCases];
+  std::vector<Rated> found_;  // by `record`, whose memory it keeps
 };
 
 }  // namespace neap::draft

@@ -13,6 +13,9 @@ using namespace neap::draft;
 
 #define NEAP_API extern "C" __attribute__((visibility("default")))
 
+// More tokens than an answer has, and how many rows ahead of those that are read the next ones are fetched.
+constexpr int64_t kMostLeft = INT64_MAX, kAhead = 4;
+
 // Bytes of a slot, a row and a control without ratios, and of the ratios of a row.
 NEAP_API void neap_slots_sizes(int64_t* sizes) {
   const int64_t found[] = {sizeof(Slot), sizeof(Row), offsetof(Control, ratios), sizeof(Control::ratios[0])};
@@ -45,45 +48,57 @@ NEAP_API int64_t neap_learned_changed(LearnedNgrams* learned, int64_t* changed, 
   return (int64_t)found->size();
 }
 
-// Writes what corrects the probabilities of each request's kind, or of none (null), as a control has it.
+// Writes what corrects the probabilities of each kind of request, or of none (null), as a control has it.
 NEAP_API void neap_confidence_ratios(const Confidence* const* confidences, int64_t count, double* ratios) {
-  for (int64_t row = 0; row < count; ++row, ratios += kNumRatios) {
-    const Confidence* confidence = confidences[row];
-    if (row && confidence == confidences[row - 1]) {  // mostly all are of one kind
-      std::copy_n(ratios - kNumRatios, kNumRatios, ratios);
-      continue;
-    }
+  for (int64_t kind = 0; kind < count; ++kind)
     for (int in_case = 0; in_case < kNumCases; ++in_case)
       for (int proposer = 0; proposer <= kFirstExit; ++proposer)
-        ratios[in_case * (kFirstExit + 1) + proposer] =
-            confidence && proposer < confidence->num_proposers() ? confidence->ratio((Case)in_case, proposer) : 1.0;
-  }
+        *ratios++ = confidences[kind] && proposer < confidences[kind]->num_proposers()
+                        ? confidences[kind]->ratio((Case)in_case, proposer)
+                        : 1.0;
 }
 
 NEAP_API double neap_uniform_at(uint64_t seed, uint64_t position) { return uniform_at(seed, position); }
 
 // Reads the rows of a step, but for those without a confidence (null), which gets what has been shown of the drafts.
-// `numbers` [3, count]: tokens before the step, new ones, and drafts that were verified. One row after the other,
-// `tokens`: the new ones; `makers`: their proposers, kFirstExit + 1 for the full model; `verified`: the proposers of
-// the drafts that were. `reaches` [count, kPlaces]: of all drafts, and 0 where there is none.
-NEAP_API void neap_rows_read(Confidence* const* confidences, const Row* rows, int64_t count, int64_t* numbers,
-                             int32_t* tokens, int32_t* makers, int32_t* verified, double* reaches) {
-  for (int64_t at = 0; at < count; ++at, reaches += kPlaces) {
+// `numbers` [count, 4]: tokens before the step, new ones, drafts that were verified, and tokens left. One row after the
+// other, `tokens`: the new ones, and `makers`: their proposers, kFirstExit + 1 for the full model. `reaches` [count,
+// kPlaces]: of all drafts, and 0 where there is none. `drafts` [num_groups, 2, kFirstExit + 1]: the verified and
+// the accepted drafts of each proposer, by the group of a row. Returns the least number of tokens left, 0 if a row is
+// not used.
+NEAP_API int64_t neap_rows_read(Confidence* const* confidences, const Row* rows, int64_t count, const int32_t* groups,
+                                int64_t num_groups, int64_t* numbers, int32_t* tokens, int32_t* makers, double* reaches,
+                                int64_t* drafts) {
+  int64_t least = count ? kMostLeft : 0;
+  std::fill_n(numbers, 4 * count, 0);
+  std::fill_n(reaches, kPlaces * count, 0.0);
+  std::fill_n(drafts, 2 * (kFirstExit + 1) * num_groups, 0);
+  for (int64_t at = 0; at < count; ++at, numbers += 4, reaches += kPlaces) {
     Confidence* confidence = confidences[at];
-    if (!confidence) continue;
+    if (at + kAhead < count)  // the device has written them, so no cache has them
+      for (const char* line = (const char*)(rows + at + kAhead); line < (const char*)rows[at + kAhead].said; line += 64)
+        __builtin_prefetch(line);
+    if (!confidence) {
+      least = 0;
+      continue;
+    }
     const Row& row = rows[at];
-    numbers[at] = row.num_tokens, numbers[count + at] = row.num_new, numbers[2 * count + at] = row.num_verified;
+    least = std::min<int64_t>(least, row.num_left);
+    numbers[0] = row.num_tokens, numbers[1] = row.num_new, numbers[2] = row.num_verified, numbers[3] = row.num_left;
     std::copy_n(row.reaches, row.num_drafted, reaches);
     const auto drafted_by = [&](int place) { return row.said[place].drafts[row.said[place].chosen].proposer; };
-    for (int place = 0; place < row.num_verified; ++place) *verified++ = drafted_by(place);
+    int64_t* of_group = drafts + groups[at] * 2 * (kFirstExit + 1);
+    for (int place = 0; place < row.num_verified; ++place) ++of_group[drafted_by(place)];
     for (int place = 0; place < row.num_new; ++place) {
       const int32_t token = *tokens++ = row.choices[place];
-      *makers++ = place == row.num_new - 1 ? kFirstExit + 1 : drafted_by(place);
+      const int maker = *makers++ = place == row.num_new - 1 ? kFirstExit + 1 : drafted_by(place);
+      if (maker <= kFirstExit) ++of_group[kFirstExit + 1 + maker];
       if (place < row.num_drafted) confidence->record(row.said[place].drafts, row.said[place].count, token);
     }
     for (int exit = kFirstExit; row.num_new && exit < confidence->num_proposers(); ++exit)
       confidence->record_unasked(exit);
   }
+  return least;
 }
 // What drafts have been worth (see shared/engine/ahead/worth.py): `gains` [num_points] at multiples of `step` drafts of
 // each of `num_rows` requests. What was there before keeps a share of `decay`. `reaches` [count] are overwritten.

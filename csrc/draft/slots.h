@@ -45,13 +45,14 @@ struct Row {
   int32_t num_new;       // tokens that became final; the last may be none (-1), where logits are not finite
   int32_t choices[kPlaces + 1];
   int32_t drafts[kPlaces];
+  int32_t num_left;         // of the answer after the step; 0: it has ended
   double reaches[kPlaces];  // the probability that a draft and all before it are right
   Said said[kPlaces];
 };
 
 inline constexpr int kNumRatios = kNumCases * (kFirstExit + 1);
 
-// What the host tells a step. Only the first `num_rows` ratios are sent.
+// What the host tells a step. Only the ratios of the kinds that its requests are of are sent.
 struct Control {
   int32_t num_rows;    // requests
   int32_t num_others;  // tokens of prompts; they are the first of the pass
@@ -59,6 +60,7 @@ struct Control {
   int32_t unused;
   int32_t slots[kMostRows];
   int32_t drafters[kMostRows];   // by number; -1: nothing is drafted
+  int32_t kinds[kMostRows];      // whose ratios count for them
   int32_t tables[kMostRows];     // the indices of their block tables
   int32_t others[3][kMostRows];  // their ids, block tables and positions
   double ratios[kMostRows][kNumRatios];
@@ -189,7 +191,7 @@ NEAP_BOTH inline void draft_place(const Team& team, const SlotArgs& args, const 
     const Draft draft{(int32_t)proposers.exit_tokens[row], kFirstExit, proposers.exit_probabilities[row]};
     if (draft.probability > 0.0) said.drafts[said.count++] = draft;
   }
-  const double* ratios = control.ratios[row];
+  const double* ratios = control.ratios[control.kinds[row]];
   const auto ratio = [=](Case in_case, int proposer) { return ratios[in_case * (kFirstExit + 1) + proposer]; };
   double surest = 0.0;
   said.chosen = -1;
@@ -298,7 +300,7 @@ NEAP_BOTH inline void accept_row(const SlotArgs& args, int row) {
   const int32_t number = control.slots[row];
   Slot& slot = args.slots[number];
   Row& of_row = args.rows[row];
-  of_row.num_new = 0;
+  of_row.num_new = of_row.num_left = 0;
   if (!slot.is_open) return;
   const int64_t* chosen = args.chosen + of_row.first - control.num_others;
   int32_t* tokens = args.tokens + number * args.width + slot.num_tokens;
@@ -313,6 +315,7 @@ NEAP_BOTH inline void accept_row(const SlotArgs& args, int row) {
   }
   slot.num_tokens += of_row.num_new;
   slot.num_left -= of_row.num_new;
+  of_row.num_left = slot.is_open ? (int32_t)slot.num_left : 0;
   slot.has_states = 1;
   args.state_rows[row] = of_row.first + of_row.num_new - 1;
   args.state_slots[row] = number;

@@ -18,7 +18,7 @@ from shared.engine.memory.budget import available_bytes
 from shared.model.footprint import footprint
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics, numerics_of
-from shared.model.paged_runner import HEAD_BUCKETS
+from shared.model.paged_head import HEAD_BUCKETS
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
 from shared.model.substitution.apply import AccelerationReport

@@ -143,7 +143,7 @@ def neap(
         chunks = [event for event in events if isinstance(event, TokenChunk)]
         depth = finished.depth
         return TimedAnswer(
-            tuple(token.token_id for chunk in chunks for token in chunk.tokens),
+            tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
             finished.decode_s,
             time.perf_counter() - start,
             depth.num_layer_executions,

@@ -51,4 +51,4 @@ def score_prompt(part: Speculation, runner: Runner) -> list[TokenChunk]:
             for token, entry in zip(ids.tolist(), numbers, strict=True)
         ]
     sequence.num_scored += len(scores)
-    return [TokenChunk((), (), tuple(scores))]
+    return [TokenChunk(prompt=tuple(scores))]

@@ -4,11 +4,11 @@ Any thread may read them and may see a step partly counted."""
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from shared.engine.request.request import PROPOSER_OF, GenerationRequest, TokenChunk
+from shared.engine.request.request import Exit, FinishReason, GenerationRequest, TokenChunk
 from shared.engine.served import Pace, ServedCounts
 from shared.errors import NeapError
 
@@ -18,10 +18,6 @@ STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 
 # More versions than a worker keeps loaded, so that the counts of a version that is loaded again continue.
 MAX_VERSIONS = 64
 BATCH_BOUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
-
-
-# The proposers of all drafts of a step and of those that became final, by the version that they count for.
-Drafts = dict[int | None, tuple[list[str], list[str]]]
 
 
 class Distribution:
@@ -39,14 +35,21 @@ class Distribution:
 
 
 @dataclass(slots=True)
-class CountedProgress:
-    """What of a sequence has been counted already, or elsewhere. `delivered_s`: time of its last tokens, in
-    `time.monotonic()` seconds; 0 before the first. `pace`: of what came after them."""
+class CountedProgress(Pace):
+    """What of a sequence has been counted already, or elsewhere, and under which version. `delivered_s`: time of its
+    last tokens, in `time.monotonic()` seconds; 0 before the first. Its pace is that of what came after the first."""
 
+    version: int | None = None
     num_generated: int = 0
     num_layer_executions: int = 0
     delivered_s: float = 0.0
-    pace: Pace = field(default_factory=Pace)
+
+
+class CountedAnswer(Protocol):
+    """Its tokens, with those that the caller had before, and why it has ended, None before."""
+
+    num_tokens: int
+    end: tuple[FinishReason, str] | None
 
 
 class CountedSequence(Protocol):
@@ -65,7 +68,7 @@ class CountedSequence(Protocol):
     @property
     def request(self) -> GenerationRequest: ...
     @property
-    def num_generated(self) -> int: ...
+    def answer(self) -> CountedAnswer: ...
     @property
     def is_finished(self) -> bool: ...
 
@@ -91,27 +94,27 @@ class DepthCounts:
         self.accepted: Counter[str] = Counter()
         self.exits: Counter[str] = Counter()
 
-    def add(self, counted: "StepCounts", exits: dict[str, int]) -> None:
-        """Counts what the requests of one step got. `exits`: tokens of each proposer."""
+    def add(self, counted: "StepCounts", exits: dict[Exit, int]) -> None:
+        """Counts what the requests of one step got. `exits`: tokens of each."""
         self.num_requests += counted.num_requests
         self.num_generated_tokens += counted.num_tokens
         self.num_layer_executions += counted.num_executions
         saved = self._num_layers * counted.num_later_tokens - counted.num_executions
         self.num_layer_executions_saved += saved + counted.num_extra
         self.num_layer_executions_extra += counted.num_extra
-        for proposer, number in exits.items():
-            self.exits[proposer] += number
+        for each, number in exits.items():
+            self.exits[each.proposer] += number
 
 
 class StepCounts:
     """What the requests of one step and one version got: `num_later_tokens` without those of a request's first step;
-    executions, and by how many of them requests exceeded full depth; and the tokens' proposers."""
+    executions, and by how many of them requests exceeded full depth; and the tokens' exits."""
 
-    __slots__ = ("num_executions", "num_extra", "num_later_tokens", "num_requests", "num_tokens", "proposers")
+    __slots__ = ("exits", "num_executions", "num_extra", "num_later_tokens", "num_requests", "num_tokens")
 
     def __init__(self) -> None:
         self.num_requests = self.num_tokens = self.num_later_tokens = self.num_executions = self.num_extra = 0
-        self.proposers: list[str] = []
+        self.exits: list[Exit] = []
 
 
 class EngineStatistics(DepthCounts):
@@ -131,13 +134,13 @@ class EngineStatistics(DepthCounts):
         self.step_s = Distribution(STEP_BOUNDS_S)
         self.step_sequences = Distribution(BATCH_BOUNDS)
 
-    def record_drafts(self, drafted: Sequence[str], accepted: Sequence[str], version: int | None) -> None:
-        """Counts drafts by their proposers: all, and those that became final."""
-        of_all = Counter(drafted)
-        for counts in self._counts(version):
-            for proposer, number in of_all.items():
+    def record_drafts(self, numbers: Iterable[tuple[str, int, int]], version: int | None) -> None:
+        """Counts drafts. `numbers`: for each proposer all of them, and those that became final."""
+        drafting = [each for each in numbers if each[1]]
+        for counts in self._counts(version) if drafting else ():
+            for proposer, number, num_accepted in drafting:
                 counts.drafted[proposer] += number
-                counts.accepted[proposer] += accepted.count(proposer)
+                counts.accepted[proposer] += num_accepted
 
     def _counts(self, version: int | None) -> tuple[DepthCounts, ...]:
         if version is None:
@@ -161,57 +164,62 @@ class EngineStatistics(DepthCounts):
     def record_step(
         self,
         seconds: float | None,
-        sequences: Sequence[CountedSequence],
-        results: Sequence[Sequence[TokenChunk]],
+        results: Collection[tuple[CountedSequence, Sequence[TokenChunk]]],
         num_sequences: int | None = None,
     ) -> None:
-        """Counts a step of `sequences` that took `seconds`; None: they were a part of one that is counted elsewhere.
-        `results` are the chunks that each of them got. `num_sequences`: those that shared the step, if they are
+        """Counts a step that took `seconds`; None: it was a part of one that is counted elsewhere. `results`: its
+        sequences with the chunks that each of them got. `num_sequences`: those that shared the step, if they are
         more."""
-        num_sequences = len(sequences) if num_sequences is None else num_sequences
+        num_sequences = len(results) if num_sequences is None else num_sequences
         if seconds is not None:
             self.step_s.record(seconds)
             self.step_sequences.record(num_sequences)
         now = time.monotonic()
         of_versions: dict[int | None, StepCounts] = {}
-        for sequence, chunks in zip(sequences, results, strict=True):
-            seen, num_generated = sequence.counted, sequence.num_generated
+        # Requests, by when they had tokens last, and how many they get.
+        intervals: dict[float, dict[int, int]] = {}
+        for sequence, chunks in results:
+            seen, answer = sequence.counted, sequence.answer
+            num_generated = answer.num_tokens
             num_tokens = num_generated - seen.num_generated
             if sequence.failure is not None:  # only what it was given before it failed
-                num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+                num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
             if not num_tokens:  # a piece of a prompt
                 continue
             executions = sequence.num_layer_executions
             num_executions = executions - seen.num_layer_executions
             delivered_s = seen.delivered_s
             seen.num_generated, seen.num_layer_executions, seen.delivered_s = num_generated, executions, now
-            version = sequence.request.counted_version
+            version = seen.version
             counted = of_versions.get(version)
             if counted is None:
                 counted = of_versions[version] = StepCounts()
             counted.num_tokens += num_tokens
             for chunk in chunks:
-                counted.proposers += map(PROPOSER_OF, chunk.tokens)
+                counted.exits += chunk.exits
             if delivered_s:
-                self.inter_token_s.record((now - delivered_s) / num_tokens, num_tokens)
+                times = intervals.get(delivered_s) or intervals.setdefault(delivered_s, {})
+                times[num_tokens] = times.get(num_tokens, 0) + 1
                 counted.num_later_tokens += num_tokens
                 counted.num_executions += num_executions
                 if (extra := num_executions - self._num_layers * num_tokens) > 0:
                     counted.num_extra += extra
                 if version is not None:
-                    pace = seen.pace
-                    pace.num_tokens += num_tokens
-                    pace.num_steps += 1
-                    pace.seconds += now - delivered_s if seconds is None else seconds
-                    pace.num_running += num_sequences
-                    if sequence.is_finished:
-                        self._record_served(sequence, version, pace)
+                    seen.num_tokens += num_tokens
+                    seen.num_steps += 1
+                    seen.seconds += now - delivered_s if seconds is None else seconds
+                    seen.num_running += num_sequences
+                    if answer.end is not None and sequence.is_finished:
+                        self._record_served(sequence, version, seen)
             else:
                 counted.num_requests += 1
                 self.num_prompt_tokens += len(sequence.request.given_ids)
                 self.num_cached_prompt_tokens += sequence.num_cached
+        for delivered_s, times in intervals.items():
+            for num_tokens, number in times.items():
+                self.inter_token_s.record((now - delivered_s) / num_tokens, num_tokens * number)
         for version, counted in of_versions.items():
-            exits = Counter(counted.proposers)
+            exits = Counter(counted.exits)
             for counts in self._counts(version):
                 counts.add(counted, exits)
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,9 +18,9 @@ from shared.engine.prompt_scores import score_prompt, score_weight
 from shared.engine.request.admission import MAX_PREFILL_TOKENS, PrefillRate, max_num_tokens, prefill_budget
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
-from shared.engine.request.request import GenerationRequest, TokenChunk
+from shared.engine.request.request import Exit, GenerationRequest, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
-from shared.engine.statistics import Drafts, EngineStatistics
+from shared.engine.statistics import EngineStatistics
 from shared.engine.verification import Verdict, verify
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.model.cache import KVCache
@@ -29,6 +30,8 @@ from shared.model.runner import Runner
 
 logger = logging.getLogger(__name__)
 
+# The exits of all drafts of a step and of those that became final, by the version that they count for.
+Drafts = dict[int | None, tuple[list[Exit], list[Exit]]]
 # Prompt tokens per step whose keys and values are copied. So many take about as long as a pass.
 MAX_COPIED_TOKENS = 1024
 
@@ -136,7 +139,7 @@ class Decoder:
         for group in groups:
             results += self._step(group, sequences)
         try:
-            self.statistics.record_step(time.monotonic() - start_s, sequences, results)
+            self.statistics.record_step(time.monotonic() - start_s, [*zip(sequences, results, strict=True)])
         except Exception:  # the tokens have been generated, counted or not
             logger.exception("a step could not be counted")
         return results
@@ -245,7 +248,8 @@ class Decoder:
             if part.sequence.failure is None:
                 attempt(part.sequence, self._commit, part, part.verdict, drafts)
         for version, (drafted, accepted) in drafts.items():
-            self.statistics.record_drafts(drafted, accepted, version)
+            numbers = ((each.proposer, count, accepted.count(each)) for each, count in Counter(drafted).items())
+            self.statistics.record_drafts(numbers, version)
 
     def _logits(self, parts: Sequence[Speculation], states: Tensor) -> Tensor | None:
         """The logits [N, V] that the parts need, part after part, or the tokens of the largest ones [N] where they are
@@ -277,7 +281,7 @@ class Decoder:
         """Moves the sequence to what has been through every layer, and emits its new tokens. Adds its proposers to
         `drafts`. Rejected drafts are overwritten later."""
         sequence = part.sequence
-        num_settled = len(part.tokens)
+        num_settled, exits = len(part.tokens), list[Exit]()
         if part.is_prefill:
             sequence.num_settled = part.base + num_settled
             part.chunks += score_prompt(part, self.runner)
@@ -291,10 +295,11 @@ class Decoder:
             sequence.num_verify_passes += 1
             sequence.num_accepted += num_accepted
             sequence.tables.record(verdict.tokens)
-            proposers = [sequence.drafter.names[number] for number in part.proposers]
+            exits += map(sequence.drafter.exits.__getitem__, part.proposers)
             drafted, accepted = drafts.setdefault(sequence.request.counted_version, ([], []))
-            drafted += proposers
-            accepted += proposers[:num_accepted]
+            drafted += exits
+            del exits[num_accepted:]
+            accepted += exits
         if sequence.on_states is not None:
             shown = [torch.stack([part.state(d, i) for i in range(num_settled)]) for d in sequence.kept_depths]
             with torch.inference_mode(False):  # they may be trained on
@@ -303,14 +308,11 @@ class Decoder:
             return
         if sequence.keeps_states:
             sequence.settled = part.kept(sequence.kept_depths, num_settled - 1)
-        tokens = sequence.drafter.generated(verdict.tokens, part.proposers)
-        if verdict.logprobs is not None:
-            tokens = [
-                token._replace(logprob=logprob.value, alternatives=logprob.alternatives)
-                for token, logprob in zip(tokens, verdict.logprobs, strict=True)
-            ]
-        end = len(tokens) if verdict.is_sound else -1
-        part.chunks += sequence.emit(tokens[:end], verdict.tokens[:end])
+        token_ids, logprobs = verdict.tokens, verdict.logprobs or ()
+        exits.append(sequence.drafter.exits[-1])
+        if not verdict.is_sound:
+            token_ids, logprobs, exits = token_ids[:-1], logprobs[:-1], exits[:-1]
+        part.chunks += sequence.emit(token_ids, exits, logprobs)
         for place in verdict.relaxed:
             sequence.num_relaxed += part.base + 1 + place < len(sequence.tokens)
         if not verdict.is_sound and not sequence.is_finished:

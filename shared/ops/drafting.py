@@ -29,13 +29,14 @@ _RESULTS = {
     "neap_uniform_at": c_double,
     "neap_learned_view": c_int64,
     "neap_learned_changed": c_int64,
+    "neap_rows_read": c_int64,
 }
 # Pointers first and whole numbers as int64, unless an entry says something else.
 _OTHER_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "neap_ladder_call_gain_s": (c_void_p, c_int64, c_double),
     "neap_ladder_pass_s": (c_void_p, c_int64),
     "neap_ladder_slow_exit": (c_void_p, c_int64, c_double),
-    "neap_rows_read": (c_void_p, c_void_p, c_int64, *(c_void_p,) * 5),
+    "neap_rows_read": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, *(c_void_p,) * 5),
     "neap_worth_record": (c_void_p, c_int64, c_int64, c_double, c_double, c_void_p, c_int64),
     "neap_confidence_ratios": (c_void_p, c_int64, c_void_p),
     "neap_learned_learn": (c_void_p, c_uint64, c_void_p, c_int64, c_int64),

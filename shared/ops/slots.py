@@ -1,7 +1,7 @@
 """The native side of requests that live on the device: what csrc/draft/slots.h says of slots, rows and steps."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import Structure, addressof, byref, c_double, c_int32, c_int64, c_uint64, c_void_p
 from ctypes import sizeof as size_of
 from typing import Any, NamedTuple
@@ -13,6 +13,8 @@ from shared import ops
 from shared.ops.drafting import Handle, functions
 
 PLACES, MOST_ENDS, MOST_ROWS = 8, 8, 256
+# Proposers that draft on the device: tables and one exit.
+NUM_PROPOSERS = 6
 # A row without drafts.
 NO_DRAFTER = -1
 
@@ -36,7 +38,7 @@ class Slot(Structure):
 
 
 class Control(Structure):
-    """What the host tells a step: see `Control` there. `ratios` follow, those of each row."""
+    """What the host tells a step: see `Control` there. `ratios` follow, those of each kind."""
 
     _fields_ = (
         ("num_rows", c_int32),
@@ -45,6 +47,7 @@ class Control(Structure):
         ("unused", c_int32),
         ("slots", c_int32 * MOST_ROWS),
         ("drafters", c_int32 * MOST_ROWS),
+        ("kinds", c_int32 * MOST_ROWS),
         ("tables", c_int32 * MOST_ROWS),
         ("others", c_int32 * MOST_ROWS * 3),
     )
@@ -80,14 +83,14 @@ def row_bytes() -> int:
 
 
 def ratio_bytes() -> int:
-    """The size of the ratios of a row."""
+    """The size of the ratios of a kind."""
     sizes = (c_int64 * 4)()
     functions().neap_slots_sizes(sizes)
     return sizes[3]
 
 
 def write_ratios(confidences: "array[int]", address: int) -> None:
-    """Writes what corrects the probabilities of each request's kind, by the address of its confidence (uint64), as it
+    """Writes what corrects the probabilities of each kind of request, by the address of its confidence (uint64), as it
     is now. Of 0: nothing does."""
     functions().neap_confidence_ratios(confidences.buffer_info()[0], len(confidences), address)
 
@@ -139,40 +142,48 @@ def changed_entries(learned: Handle, most: int) -> list[int] | None:
 
 
 class RowsRead(NamedTuple):
-    """The rows of a step. Of each: its tokens before the step, how many became final, how many drafts were verified. Of
-    one row after the other: the new tokens and by number their proposers, the full model after all others; and the
-    proposers of the verified drafts. `reaches`, PLACES of each row: of all drafts, and 0 where there is none."""
+    """The rows of a step. `numbers`, of each: its tokens before the step, how many became final, how many drafts were
+    verified, and how many tokens its answer may still get, 0 after its end. Of one row after the other: the new tokens
+    and by number their proposers, the full model after all others. `reaches`, PLACES of each row: of all drafts, and 0
+    where there is none. `drafts`, of each group: those that were verified of each proposer, then those that were
+    accepted. `least_left`: the least number of tokens left; 0 if a row is not used."""
 
-    num_before: list[int]
-    num_new: list[int]
-    num_verified: list[int]
+    numbers: Iterator[tuple[int, ...]]
     tokens: list[int]
     makers: list[int]
-    verified: list[int]
     reaches: "array[float]"
+    drafts: Iterator[tuple[int, ...]]
+    least_left: int
 
 
-def read_rows(confidences: Sequence[int], address: int) -> RowsRead:
-    """Reads the rows of a step on the host. The confidence of each, by its address, gets what is shown of its drafts.
-    Rows of 0 are not to be used, and have no tokens."""
-    count = len(confidences)
-    # Arrays, because ctypes makes a type for each length, which takes longer than all else here.
-    addresses, numbers = array("Q", confidences), array("q", bytes(24 * count))
-    tokens, makers = array("i", bytes(4 * (PLACES + 1) * count)), array("i", bytes(4 * (PLACES + 1) * count))
-    verified, reaches = array("i", bytes(4 * PLACES * count)), array("d", bytes(8 * PLACES * count))
-    written = [each.buffer_info()[0] for each in (numbers, tokens, makers, verified, reaches)]
-    functions().neap_rows_read(addresses.buffer_info()[0], address, count, *written)
-    new, drafted = numbers[count : 2 * count].tolist(), numbers[2 * count :].tolist()
-    num_tokens = sum(new)
-    return RowsRead(
-        numbers[:count].tolist(),
-        new,
-        drafted,
-        tokens[:num_tokens].tolist(),
-        makers[:num_tokens].tolist(),
-        verified[: sum(drafted)].tolist(),
-        reaches,
-    )
+class RowReader:
+    """Reads the rows of steps, into memory of its own."""
+
+    def __init__(self) -> None:
+        # Arrays, because ctypes makes a type for each length, which takes longer than all else here.
+        self._numbers, self._reaches = array("q", [0]) * (4 * MOST_ROWS), array("d", [0.0]) * (PLACES * MOST_ROWS)
+        self._tokens, self._makers = (array("i", [0]) * ((PLACES + 1) * MOST_ROWS) for _ in range(2))
+        self._drafts = array("q", [0]) * (2 * NUM_PROPOSERS * MOST_ROWS)
+        written = self._numbers, self._tokens, self._makers, self._reaches, self._drafts
+        self._written = [each.buffer_info()[0] for each in written]
+
+    def read(self, confidences: Sequence[int], groups: "array[int]", num_groups: int, address: int) -> RowsRead:
+        """Reads a step. The confidence of each row, by its address, gets what is shown of its drafts. Rows of 0 are not
+        to be used, and have no tokens. `groups` (int32): by which their drafts are counted."""
+        count, addresses = len(confidences), array("Q", confidences)
+        least_left = functions().neap_rows_read(
+            addresses.buffer_info()[0], address, count, groups.buffer_info()[0], num_groups, *self._written
+        )
+        numbers = self._numbers[: 4 * count].tolist()
+        num_tokens = sum(numbers[1::4])
+        return RowsRead(
+            zip(*[iter(numbers)] * 4, strict=True),
+            self._tokens[:num_tokens].tolist(),
+            self._makers[:num_tokens].tolist(),
+            self._reaches[: PLACES * count],
+            zip(*[iter(self._drafts[: 2 * NUM_PROPOSERS * num_groups])] * (2 * NUM_PROPOSERS), strict=True),
+            least_left,
+        )
 
 
 def record_worth(reaches: "array[float]", num_rows: int, step: float, decay: float, gains: "array[float]") -> None:

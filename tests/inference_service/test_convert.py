@@ -14,7 +14,8 @@ from inference_service.convert import (
     to_stopping,
 )
 from inference_service.routers import RouterChoice
-from shared.engine.request.request import DepthStatistics, Finished, FinishReason, GeneratedToken, TokenChunk
+from shared.engine.request.logprobs import Logprobs
+from shared.engine.request.request import DepthStatistics, Exit, Finished, FinishReason, TokenChunk
 from shared.errors import InvalidInput, PermissionDenied
 from shared.ladder.policy import DepthPolicy
 from shared.model.generation_defaults import GenerationDefaults
@@ -225,16 +226,21 @@ def test_logprobs_zero_is_not_absent(loaded):
 
 
 def test_chunks_become_messages():
-    token = GeneratedToken(3, 2, "depth-2", -0.5, ((3, -0.5), (4, -2.0)))
-    chunk = from_event(TokenChunk(("a", "b"), (token, GeneratedToken(9, 4, "full"))), str).chunk
+    exits = Exit(2, "depth-2"), Exit(4, "full")
+    chunk = from_event(TokenChunk(("a", "b"), (3, 9), exits), str).chunk
     assert chunk.text == "ab"
-    first, second = chunk.tokens
+    assert [(token.id, token.exit_depth, token.proposer) for token in chunk.tokens] == [(3, *exits[0]), (9, *exits[1])]
+    assert not any(token.HasField("text") or token.HasField("logprob") for token in chunk.tokens)
+
+
+def test_scored_tokens_become_messages():
+    logprobs = Logprobs(-0.5, ((3, -0.5), (4, -2.0))), Logprobs(-1.0, ())
+    event = TokenChunk(("a", "b"), (3, 9), (Exit(2, "depth-2"), Exit(4, "full")), logprobs)
+    first, second = from_event(event, str).chunk.tokens
     assert (first.id, first.exit_depth, first.proposer, first.logprob) == (3, 2, "depth-2", -0.5)
     assert [(a.id, a.logprob) for a in first.alternatives] == [(3, -0.5), (4, -2.0)]
     assert (first.text, [a.text for a in first.alternatives]) == ("3", ["3", "4"])
-    assert second.id == 9
-    assert not second.HasField("text")
-    assert not second.HasField("logprob")
+    assert (second.id, second.proposer, second.logprob, second.text) == (9, "full", -1.0, "9")
 
 
 @pytest.mark.parametrize("reason", list(FinishReason))

@@ -16,7 +16,7 @@ from neap_client.inference.v1 import inference_pb2_grpc
 from inference_service import servicer
 from inference_service.generate_call import EventStream, Wakeups
 from inference_service.metrics import WorkerMetrics
-from shared.engine.request.request import GeneratedToken, TokenChunk
+from shared.engine.request.request import Exit, GeneratedToken, TokenChunk
 from shared.errors import Exhausted, NeapError
 from shared.ladder.artefact import pack_ladder
 from shared.registry.factory import open_registry
@@ -282,11 +282,11 @@ class Handle:
 
 
 def _chunks(number):
-    return [TokenChunk((str(index),), ()) for index in range(number)]
+    return [TokenChunk((str(index),)) for index in range(number)]
 
 
 def _prompt_scores(number):
-    return [TokenChunk((), (), (GeneratedToken(5, 4, "prompt", -1.0),))] * number
+    return [TokenChunk(prompt=(GeneratedToken(5, 4, "prompt", -1.0),))] * number
 
 
 async def test_events_cross_threads_in_order_and_end_with_none():
@@ -345,10 +345,11 @@ async def test_a_full_stream_pauses_and_half_of_it_resumes():
 
 
 async def test_a_reader_that_is_behind_gets_all_chunks_of_the_answer_as_one():
-    token, stream = GeneratedToken(7, 4, "full"), EventStream(Wakeups())
-    for event in (*_prompt_scores(1), *[TokenChunk(("a",), (token,))] * 3, NeapError("x"), None):
+    chunk, stream = TokenChunk(("a",), (7,), (Exit(4, "full"),)), EventStream(Wakeups())
+    for event in (*_prompt_scores(1), *[chunk] * 3, NeapError("x"), None):
         stream.push(event)
-    assert [await stream.next() for _ in range(2)] == [*_prompt_scores(1), TokenChunk(("a",) * 3, (token,) * 3)]
+    joined = TokenChunk(("a",) * 3, (7,) * 3, chunk.exits * 3)
+    assert [await stream.next() for _ in range(2)] == [*_prompt_scores(1), joined]
     with pytest.raises(NeapError):
         await stream.next()
     assert await stream.next() is None

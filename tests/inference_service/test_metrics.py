@@ -47,7 +47,7 @@ def test_versions_that_left_leave_no_series():
     served = {3, 4}
     metrics.add_engine(engine, versions=lambda: served)
     for version in (3, 4, 5):
-        engine.statistics.record_drafts((), (), version)
+        engine.statistics.record_drafts([("prompt-lookup", 1, 0)], version)
         engine.statistics.by_version[version].num_requests = version
 
     def versions(name):
@@ -64,8 +64,8 @@ def test_versions_that_left_leave_no_series():
 def test_versions_are_counted_for_no_longer_than_there_is_room():
     statistics = EngineStatistics(4)
     for version in range(1, MAX_VERSIONS + 3):
-        statistics.record_drafts((), (), version)
-        statistics.record_drafts((), (), 1)
+        statistics.record_drafts([("prompt-lookup", 1, 0)], version)
+        statistics.record_drafts([("prompt-lookup", 1, 0)], 1)
     assert len(statistics.by_version) == MAX_VERSIONS
     assert 1 in statistics.by_version
     assert {2, 3}.isdisjoint(statistics.by_version)

@@ -202,7 +202,7 @@ class _EngineAnswer(WrittenAnswer):
         elif isinstance(event, NeapError):
             self.error = event
         elif isinstance(event, TokenChunk) and not self.is_over:
-            self.add([token.token_id for token in event.tokens])
+            self.add(event.token_ids)
             if self.is_over:
                 self.handle.cancel()
 

@@ -12,8 +12,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import repeat
 from operator import attrgetter
 
 from shared.engine.ahead.graphs import DraftGraphs, StepGraphs
@@ -24,29 +22,29 @@ from shared.engine.drafting.drafter import FULL, Drafter
 from shared.engine.drafting.speculation import Speculation
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.request.admission import PrefillRate
-from shared.engine.request.request import GeneratedToken, TokenChunk
+from shared.engine.request.answer import TokenBytes
+from shared.engine.request.request import Exit, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
-from shared.engine.statistics import Drafts, EngineStatistics
+from shared.engine.statistics import EngineStatistics
 from shared.errors import NeapError
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.ladder.proposers import exit_name, numbered
-from shared.model.paged_kv import as_paged
+from shared.model.paged_kv import BlockPool, as_paged
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import Work
 from shared.ops import NO_TOKEN
-from shared.ops.slots import MOST_ENDS, MOST_ROWS, NO_DRAFTER, PLACES, Slot, read_rows
+from shared.ops.slots import MOST_ENDS, MOST_ROWS, NO_DRAFTER, NUM_PROPOSERS, PLACES, RowReader, Slot
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Where a request is on the device, and what does not change from step to step. `row`: as steps are told of it,
-    with the block table that it had when so many had been given. `graphs` make its drafts, if it has any. `draws`:
-    whether its tokens are drawn. `has_states`: whether a head could draft for it in the last step."""
+    """Where a request is on the device, and what does not change from step to step. `row`: as steps are told of it.
+    `graphs` make its drafts, if it has any. `draws`: whether its tokens are drawn. `has_states`: whether a head could
+    draft for it in the last step."""
 
     row: RowOfStep
-    num_given: int
     graphs: DraftGraphs | None
     draws: bool
     has_states: bool
@@ -55,19 +53,46 @@ class Place:
 Row = tuple[DecodingSequence, Place]
 # The chunks that became final, by sequence.
 Results = list[tuple[DecodingSequence, list[TokenChunk]]]
-# Names of all that drafts on the device, by number, and of the full model.
-PROPOSERS = (*numbered((exit_name(0),)), FULL)
+# Names of all that drafts on the device, by number.
+PROPOSERS = numbered((exit_name(0),))
 PLACE_OF = attrgetter("place")
 _NOTHING = array("d", bytes(8 * PLACES))
-_made = partial(tuple.__new__, GeneratedToken)
+
+
+class Company:
+    """What follows from who the requests of a step are, by their `places`: as long as the same ones run on, no request
+    is asked. `num_drafting` of them have drafts, which `ladders` make. `fresh`: the numbers of those for which no head
+    could draft yet. `groups`: of each, the place of its version in `versions`. `sent`: their rows, with the block
+    tables that they had when so many had been given."""
+
+    def __init__(self, rows: Sequence[Row] = ()) -> None:
+        self.places = [place for _, place in rows]
+        drafting = [place.graphs for place in self.places if place.graphs is not None]
+        self.ladders, self.num_drafting = dict.fromkeys(drafting), len(drafting)
+        self.draws = any(place.draws for place in self.places)
+        heads = [place.graphs is not None and sequence.keeps_states for sequence, place in rows]
+        self.fresh = [number for number, place in enumerate(self.places) if heads[number] and not place.has_states]
+        counted = [sequence.request.counted_version for sequence, _ in rows]
+        self.versions = [*dict.fromkeys(counted)]
+        self.groups = array("i", map(self.versions.index, counted))
+        self.sent: list[RowOfStep] = []
+        self._num_given = -1
+
+    def find_tables(self, rows: Sequence[Row], pool: BlockPool) -> None:
+        if self._num_given != pool.num_given:
+            self._num_given = pool.num_given
+            self.sent = [
+                place.row._replace(table=pool.table_index(as_paged(sequence.cache))) for sequence, place in rows
+            ]
 
 
 @dataclass
 class Launched:
-    """A step under way: its requests and where they were, whether anything was drafted for them, and when it was
-    launched. `num_read`: tokens of prompts; `num_sequences`: of all in its pass."""
+    """A step under way: its requests, whether anything was drafted for them, and when it was launched. `num_read`:
+    tokens of prompts; `num_sequences`: of all in its pass."""
 
     rows: list[Row]
+    company: Company
     num_read: int
     num_sequences: int
     drafted: bool
@@ -92,7 +117,13 @@ class Ahead:
         self._worth = Worth()
         self._under_way: Launched | None = None
         self._handled_s = 0.0
-        self._depths = (*[0] * (len(PROPOSERS) - 1), runner.num_layers)  # of PROPOSERS
+        # The requests of the last step, and the least number of tokens that one of them may still get; 0: or more.
+        self._company, self.least_left = Company(), 0
+        self._reader, self._num_layers = RowReader(), runner.num_layers
+        self._exits = [*(Exit(0, name) for name in PROPOSERS), Exit(self._num_layers, FULL)]
+        tokenizer = runner.loaded.tokenizer
+        decoded = None if tokenizer is None else TokenBytes.of(tokenizer)
+        self._texts = None if decoded is None else decoded.texts
 
     @property
     def is_under_way(self) -> bool:
@@ -134,6 +165,10 @@ class Ahead:
 
     # Launches.
 
+    def has_just(self, sequences: Sequence[DecodingSequence]) -> bool:
+        """Whether these are the requests of the last step, at the places that they had."""
+        return self._company.places == [*map(PLACE_OF, sequences)]
+
     def launch(
         self,
         decoding: Sequence[DecodingSequence],
@@ -159,11 +194,17 @@ class Ahead:
         chunk: Speculation | None,
     ) -> Launched:
         pool, began_s = self._runner.pool, time.monotonic()
-        rows = self._placed(decoding)
+        company = self._company
+        if self.has_just(decoding):
+            rows = [*zip(decoding, company.places, strict=True)]
+        else:
+            rows = self._placed(decoding)
+            company, self.least_left = Company(rows), 0
+            self._company = company
         if chunk is not None:
             self.lane.read(chunk)
         if not rows and not parts:  # then the host waits for the chunk alone
-            return Launched([], num_read, 1, False, self.graphs.memory.read(0), began_s)
+            return Launched(rows, company, num_read, 1, False, self.graphs.memory.read(0), began_s)
         pass_s = (rows[0][0] if rows else parts[0].sequence).drafter.pass_s
         others = [
             (token, table, position)
@@ -171,44 +212,37 @@ class Ahead:
             for table in [pool.table_index(as_paged(part.sequence.cache))]
             for position, token in enumerate(part.tokens, part.base)
         ]
-        for sequence, place in rows:
-            if place.num_given != pool.num_given:
-                place.row = place.row._replace(table=pool.table_index(as_paged(sequence.cache)))
-                place.num_given = pool.num_given
-        drafting = [place.graphs for _, place in rows if place.graphs is not None]
-        of_ladders = dict.fromkeys(drafting)
+        company.find_tables(rows, pool)
         size, drafted = self._worth.choose(
             self._runner.pass_sizes,
             len(rows),
-            len(drafting),
+            company.num_drafting,
             len(others),
             self._runner.head_sizes[-1],
             pass_s,
-            sum(each.seconds_of(len(rows)) for each in of_ladders),
+            sum(each.seconds_of(len(rows)) for each in company.ladders),
         )
-        self.graphs.memory.send([place.row for _, place in rows], others, size, drafts=drafted)
+        self.graphs.memory.send(company.sent, others, size, drafts=drafted)
         if drafted:
             if self.graphs.learned is not None:
                 self.graphs.learned.update()
-            for each in of_ladders:
+            for each in company.ladders:
                 each.replay(len(rows))
-        draws = True in [place.draws for _, place in rows]
-        self.graphs.run(size, size - len(others) if drafted else len(rows), draws=draws)
+        self.graphs.run(size, size - len(others) if drafted else len(rows), draws=company.draws)
         self._runner.counters.add(0, self._runner.num_layers, len(rows) + len(others))
         arrived = self.graphs.memory.read(len(rows))
         self.lane.passed(pass_s(size))
         read = [*parts, chunk] if chunk else parts
         # Most steps read no prompt.
         num_sequences = len({*dict(rows), *(part.sequence for part in read)}) if read else len(rows)
-        return Launched(rows, num_read, num_sequences, drafted, arrived, began_s)
+        return Launched(rows, company, num_read, num_sequences, drafted, arrived, began_s)
 
     def _placed(self, decoding: Sequence[DecodingSequence]) -> list[Row]:
         """The requests with their places on the device, but for those that fail to get one."""
-        if not all(map(PLACE_OF, decoding)):
-            self._make_room(decoding)
-            for sequence in decoding:
-                if sequence.place is None:
-                    attempt(sequence, self._place, sequence)
+        self._make_room(decoding)
+        for sequence in decoding:
+            if sequence.place is None:
+                attempt(sequence, self._place, sequence)
         return [(sequence, sequence.place) for sequence in decoding if sequence.place is not None]
 
     def _make_room(self, decoding: Sequence[DecodingSequence]) -> None:
@@ -231,10 +265,8 @@ class Ahead:
         request, drafter = sequence.request, sequence.drafter
         graphs = None if sequence.ladder is None or request.policy.name == "full" else self.graphs.drafts_of(drafter)
         number = NO_DRAFTER if graphs is None else graphs.number
-        table = self._runner.pool.table_index(as_paged(sequence.cache))
-        row = RowOfStep(slot_number, table, number, drafter.confidence(request).handle.address.value or 0)
-        is_drawn = not request.sampling.is_greedy
-        place = Place(row, self._runner.pool.num_given, graphs, is_drawn, states is not None)
+        row = RowOfStep(slot_number, 0, number, drafter.confidence(request).handle.address.value or 0)
+        place = Place(row, graphs, not request.sampling.is_greedy, states is not None)
         ends = sorted(sequence.answer.end_token_ids)
         slot = Slot(
             num_tokens=len(sequence.tokens),
@@ -264,7 +296,7 @@ class Ahead:
 
     def handle(self, launched: Launched) -> Results:
         """Waits for a step, and makes its tokens final. Returns the chunks of its requests."""
-        rows, results = launched.rows, Results()
+        rows, company, results = launched.rows, launched.company, Results()
         try:
             address = launched.arrived()
         except Exception as error:
@@ -276,42 +308,54 @@ class Ahead:
             else 0
             for sequence, place in rows
         ]
-        read = read_rows(going, address)
-        names = [*map(PROPOSERS.__getitem__, read.makers)]
-        depths = map(self._depths.__getitem__, read.makers)
-        # Without a frame for each of a step's tokens.
-        made: tuple[GeneratedToken, ...] = (*map(_made, zip(read.tokens, depths, names, repeat(None), repeat(()))),)
-        drafts: Drafts = {}
-        num_drafting = 0
-        first = first_verified = 0
-        columns = zip(rows, going, read.num_before, read.num_new, read.num_verified, strict=True)
-        for number, ((sequence, place), goes, num_before, num_new, num_verified) in enumerate(columns):
+        read = self._reader.read(going, company.groups, len(company.versions), address)
+        self.least_left = read.least_left if company is self._company else 0
+        # All tokens of a step at once.
+        num_layers, tokens, exits = self._num_layers, read.tokens, [*map(self._exits.__getitem__, read.makers)]
+        texts = [] if self._texts is None else [*map(self._texts.__getitem__, tokens)]
+        num_drafting, first = company.num_drafting, 0
+        for (sequence, place), goes, numbers in zip(rows, going, read.numbers, strict=True):
             chunks: list[TokenChunk] = []
-            if goes:
-                end, end_verified = first + num_new, first_verified + num_verified
-                try:
-                    self._count(sequence, num_before, num_new, num_verified)
-                    if num_verified:
-                        drafted, accepted = drafts.setdefault(sequence.request.counted_version, ([], []))
-                        drafted += map(PROPOSERS.__getitem__, read.verified[first_verified:end_verified])
-                        accepted += names[first : end - 1]
-                    sound = end if read.tokens[end - 1] != NO_TOKEN else end - 1
-                    chunks = sequence.emit(made[first:sound], read.tokens[first:sound])
+            if not goes:
+                num_drafting -= place.graphs is not None
+                results.append((sequence, chunks))
+                continue
+            num_before, num_new, num_verified, num_left = numbers
+            end = first + num_new
+            try:
+                if num_before != len(sequence.tokens) or not num_new:
+                    raise NeapError("the device and the host disagree about how far an answer is")
+                sequence.num_settled = num_before + num_new - 1
+                if num_before - 1 > sequence.read_until:  # else this is the pass of the prompt
+                    sequence.num_layer_executions += num_layers
+                    sequence.num_token_layers += num_layers * (1 + num_verified)
+                    sequence.num_verify_passes += 1
+                if num_verified:
+                    sequence.num_drafted += num_verified
+                    sequence.num_accepted += num_new - 1
+                if num_left:
+                    chunks = sequence.emit(tokens[first:end], exits[first:end], (), texts[first:end])
+                else:
+                    sound = end if tokens[end - 1] != NO_TOKEN else end - 1
+                    chunks = sequence.emit(tokens[first:sound], exits[first:sound])
                     if sound < end and sequence.answer.end is None:
                         raise non_finite_logits()
-                except Exception as error:
-                    fail_all([sequence], error, "a request failed")
-                first, first_verified = end, end_verified
-                if place.graphs is not None and (place.has_states or not sequence.keeps_states):
-                    num_drafting += 1
-                else:
-                    read.reaches[number * PLACES : (number + 1) * PLACES] = _NOTHING
-                place.has_states = True
-                if sequence.failure is not None or sequence.answer.end is not None:
-                    self.forget(sequence)
+            except Exception as error:
+                fail_all([sequence], error, "a request failed")
+            first = end
+            if sequence.failure is not None or sequence.answer.end is not None:
+                self.forget(sequence)
             results.append((sequence, chunks))
-        for version, (drafted, accepted) in drafts.items():
-            self._statistics.record_drafts(drafted, accepted, version)
+        for number in company.fresh:
+            if going[number] and not rows[number][1].has_states:
+                read.reaches[number * PLACES : (number + 1) * PLACES] = _NOTHING
+                num_drafting -= 1
+                rows[number][1].has_states = True
+        company.fresh = []
+        if launched.drafted:
+            for version, numbers in zip(company.versions, read.drafts, strict=True):
+                verified, accepted = numbers[:NUM_PROPOSERS], numbers[NUM_PROPOSERS:]
+                self._statistics.record_drafts(zip(PROPOSERS, verified, accepted, strict=True), version)
         if launched.drafted and num_drafting:
             self._worth.record(read.reaches, num_drafting)
         now = time.monotonic()
@@ -320,21 +364,7 @@ class Ahead:
         if launched.num_read and rows:  # where nothing is read from the device, the time is not that of the pass
             self._prefill_rate.record(launched.num_read, now - launched.began_s)
         try:
-            stepped, of_each = zip(*results, strict=True) if results else ((), ())
-            self._statistics.record_step(seconds, stepped, of_each, launched.num_sequences)
+            self._statistics.record_step(seconds, results, launched.num_sequences)
         except Exception:  # the tokens have been generated, counted or not
             logger.exception("a step could not be counted")
         return results
-
-    def _count(self, sequence: DecodingSequence, num_before: int, num_new: int, num_verified: int) -> None:
-        """Counts what a request got in a step."""
-        if num_before != len(sequence.tokens) or not num_new:
-            raise NeapError("the device and the host disagree about how far an answer is")
-        sequence.num_settled = num_before + num_new - 1
-        if num_before - 1 > sequence.read_until:  # else this is the pass of the prompt
-            sequence.num_layer_executions += self._runner.num_layers
-            sequence.num_token_layers += self._runner.num_layers * (1 + num_verified)
-            sequence.num_verify_passes += 1
-        if num_verified:
-            sequence.num_drafted += num_verified
-            sequence.num_accepted += num_new - 1

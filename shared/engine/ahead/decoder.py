@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shared.engine.ahead.ahead import PLACE_OF, Ahead, Launched, Results
+from shared.engine.ahead.ahead import Ahead, Launched, Results
 from shared.engine.ahead.graphs import MAX_ROWS
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.speculation import Speculation, have_passed
@@ -73,8 +73,10 @@ class AheadDecoder(Decoder):
     def turn(self, sequences: Sequence[DecodingSequence]) -> Results:
         """As `Decoder.turn`. Nothing that counts is returned of a sequence that the caller has ended since its launch.
         Without sequences: what is under way."""
+        if sequences and self._ahead.has_just(sequences):
+            return self._go_on(sequences)
         sequences = self._chosen(sequences)
-        if sequences and (all(map(PLACE_OF, sequences)) or all(map(self._ahead.serves, sequences))):
+        if sequences and all(map(self._ahead.serves, sequences)):
             return self._launch(sequences, [])
         # What the host drafts comes after what it knows.
         results = self._handled(self._ahead.finish())
@@ -131,20 +133,11 @@ class AheadDecoder(Decoder):
         num_tokens = len(ready) + sum(len(part.tokens) for part in (*parts, *pieces))
         shares = num_tokens <= self._paged.pass_sizes[-1]
         ready = self._ahead.without_ending(ready)
-        results: Results = []
-        is_launched = False
         shared = [*parts, *pieces] if shares else pieces
         if chunk is not None:
             num_read += len(chunk.tokens)
             pieces = [*pieces, chunk]
-        if ready or pieces:
-            try:
-                results = self._handled(self._ahead.launch(ready, shared, num_read, chunk))
-                is_launched = True
-            except Exception as error:
-                fail_all([*ready, *(piece.sequence for piece in pieces)], error, "a step could not be launched for")
-        if not is_launched:
-            results = self._handled(self._ahead.finish())
+        results, is_launched = self._launched(ready, pieces, num_read, shared, chunk)
         for piece in pieces:
             piece.sequence.num_settled = piece.base + len(piece.tokens)
         if parts:
@@ -154,9 +147,35 @@ class AheadDecoder(Decoder):
             start_s = time.monotonic()
             self._verify_and_commit(parts, num_read, passed)
             seconds = None if is_launched else time.monotonic() - start_s
-            self.statistics.record_step(seconds, [part.sequence for part in parts], [part.chunks for part in parts])
+            self.statistics.record_step(seconds, [(part.sequence, part.chunks) for part in parts])
         chunks_of = {part.sequence: part.chunks for part in parts}
         results += [(sequence, chunks_of.get(sequence, [])) for sequence in on_host]
+        return self._with_failed(on_device, results)
+
+    def _go_on(self, sequences: Sequence[DecodingSequence]) -> Results:
+        """A step of those that were in the last one."""
+        ready = sequences if self._ahead.least_left > 1 else self._ahead.without_ending(sequences)
+        return self._with_failed(sequences, self._launched(ready, [], 0)[0])
+
+    def _launched(
+        self,
+        ready: Sequence[DecodingSequence],
+        pieces: Sequence[Speculation],
+        num_read: int,
+        shared: Sequence[Speculation] = (),
+        chunk: Speculation | None = None,
+    ) -> tuple[Results, bool]:
+        """Launches a step of `ready` and `pieces`, if there are any. Returns what the one before gave, and whether one
+        has been launched."""
+        if ready or pieces:
+            try:
+                return self._handled(self._ahead.launch(ready, shared, num_read, chunk)), True
+            except Exception as error:
+                fail_all([*ready, *(piece.sequence for piece in pieces)], error, "a step could not be launched for")
+        return self._handled(self._ahead.finish()), False
+
+    @staticmethod
+    def _with_failed(on_device: Sequence[DecodingSequence], results: Results) -> Results:
         failed: Results = [(sequence, []) for sequence in on_device if sequence.failure is not None]
         return _merged(results + failed) if failed else results
 

@@ -2,11 +2,11 @@
 
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, memmove, memset
 from ctypes import sizeof as size_of
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,12 +76,14 @@ class SlotMemory:
         self._read = [torch.zeros(self.rows.shape, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(NUM_STEPS)]
         self._events = [torch.cuda.Event() for _ in range(NUM_STEPS)] if is_cuda else []
         self._num_sent = self._num_read = 0
-        # The rows that were sent last, and as they were written.
+        # The rows that were sent last, and as they are written: in each of `_sent`, which has the rows of `_written`.
         self._rows: Sequence[RowOfStep] | None = None
-        self._columns = [array("i")] * 3
+        self._columns = [array("i")] * 4
         self._confidences = array("Q")
         self._controls = [Control.from_address(each.data_ptr()) for each in self._sent]
+        self._written: list[Sequence[RowOfStep] | None] = [None] * NUM_STEPS
         self._ratio_bytes = ratio_bytes()
+        self._views: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = {}
 
     def _args(self, token_rows: Tensor) -> SlotArgs:
         pointers = {
@@ -131,22 +133,25 @@ class SlotMemory:
     ) -> None:
         """Tells the device what the next step has: `rows`, the tokens of prompts with their block tables and positions,
         the size of its pass, and whether anything is drafted. One copy."""
-        memory, control = self._sent[self._num_sent % NUM_STEPS], self._controls[self._num_sent % NUM_STEPS]
+        place = self._num_sent % NUM_STEPS
+        memory, control = self._sent[place], self._controls[place]
         self._num_sent += 1
         control.num_rows, control.num_others, control.num_tokens = len(rows), len(others), size
-        if rows != self._rows:
+        if rows is not self._rows:
             *columns, confidences = zip(*rows, strict=True) if rows else ((), (), (), ())
-            self._columns = [array("i", numbers) for numbers in columns]
-            self._confidences, self._rows = array("Q", confidences), rows
-        listed_others = [array("i", numbers) for numbers in zip(*others, strict=True)]
-        written = [control.slots, control.tables, control.drafters, *(control.others if others else ())]
-        for column, listed in zip(written, [*self._columns, *listed_others], strict=True):
-            memmove(addressof(column), listed.buffer_info()[0], 4 * len(listed))
+            kinds = {address: kind for kind, address in enumerate(dict.fromkeys(confidences))}
+            self._columns = [array("i", numbers) for numbers in (*columns, map(kinds.__getitem__, confidences))]
+            self._confidences, self._rows = array("Q", kinds), rows
+        if self._written[place] is not rows or not drafts:
+            _write((control.slots, control.tables, control.drafters, control.kinds), self._columns)
+            self._written[place] = rows if drafts else None
+        if others:
+            _write(control.others, [array("i", numbers) for numbers in zip(*others, strict=True)])
         if not drafts:
             memset(addressof(control.drafters), NO_DRAFTER, 4 * len(rows))
         write_ratios(self._confidences, memory.data_ptr() + size_of(Control))
-        num_bytes = size_of(Control) + len(rows) * self._ratio_bytes
-        self._copy(self._control[:num_bytes], memory[:num_bytes])
+        num_bytes = size_of(Control) + len(self._confidences) * self._ratio_bytes
+        self._copy(*self._view(self._control, memory, place, num_bytes))
 
     @inference
     def read(self, num_rows: int) -> Arrived:
@@ -154,7 +159,7 @@ class SlotMemory:
         place = self._num_read % NUM_STEPS
         self._num_read += 1
         memory = self._read[place]
-        self._copy(memory[:num_rows], self.rows[:num_rows])
+        self._copy(*self._view(memory, self.rows, place, num_rows))
         for event in self._events[place : place + 1]:
             event.record(torch.cuda.current_stream(self.rows.device))
 
@@ -164,9 +169,21 @@ class SlotMemory:
 
         return arrived
 
+    def _view(self, into: Tensor, source: Tensor, place: int, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` of both, which are made once."""
+        key = into is self._control, place, count
+        if key not in self._views:
+            self._views[key] = into[:count], source[:count]
+        return self._views[key]
+
     def _copy(self, into: Tensor, source: Tensor) -> None:
         into.copy_(source, non_blocking=True)
 
     def _wait(self, place: int) -> None:
         for event in self._events[place : place + 1]:
             event.synchronize()
+
+
+def _write(columns: Iterable[Any], numbers: Iterable["array[int]"]) -> None:
+    for column, listed in zip(columns, numbers, strict=True):
+        memmove(addressof(column), listed.buffer_info()[0], 4 * len(listed))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shared.engine.drafting.pass_costs import PassCosts
-from shared.engine.request.request import GeneratedToken, GenerationRequest
+from shared.engine.request.request import Exit, GenerationRequest
 from shared.ladder.confidence import Confidence
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.ladder import BoundLadder
@@ -11,7 +11,7 @@ from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.proposers import NOT_CALIBRATED, numbered
 from shared.ladder.tables import SequenceTables, native_ladder
 from shared.model.runner import Runner
-from shared.ops.drafting import functions
+from shared.ops.drafting import Handle, functions
 
 # The proposer of what the full model chooses itself.
 FULL = "full"
@@ -23,11 +23,23 @@ KEY_DECAY, LEAST_SPREAD = 0.99, 0.02
 MOST_TENTHS = 20
 
 
+class PassSeconds(dict[int, float]):
+    """By number of tokens, each found when it is first asked for."""
+
+    def __init__(self, native: Handle) -> None:
+        super().__init__()
+        self._native = native
+
+    def __missing__(self, num_tokens: int) -> float:
+        self[num_tokens] = seconds = functions().neap_ladder_pass_s(self._native.address, num_tokens)
+        return float(seconds)
+
+
 class Drafter:
     """Drafts with one bound ladder; without one, never. `costs` include those of the ladder's exits.
 
-    `names` and `depths` are those of all proposers, by number; `are_calibrated`: whether the ladder's calibration has
-    measured them.
+    `names` and `exits` are those of all proposers, by number, and then `exits` has the full model's; `are_calibrated`:
+    whether the ladder's calibration has measured them.
     """
 
     def __init__(self, runner: Runner, costs: PassCosts, ladder: BoundLadder | None = None) -> None:
@@ -36,7 +48,8 @@ class Drafter:
         self.runner = runner
         exit_depths = ladder.depths if ladder else ()
         self.names = numbered(ladder.names if ladder else ())
-        self.depths = (0,) * (len(self.names) - len(exit_depths)) + exit_depths
+        depths = (*[0] * (len(self.names) - len(exit_depths)), *exit_depths, runner.num_layers)
+        self.exits = (*map(Exit, depths, (*self.names, FULL)),)
         self.are_calibrated = [name not in NOT_CALIBRATED for name in self.names]
         self.native = native_ladder(
             ladder.ladder if ladder else None,
@@ -50,7 +63,8 @@ class Drafter:
             if ladder
             else (),
         )
-        self._pass_s: dict[int, float] = {}
+        # Measured seconds of a pass over so many tokens.
+        self.pass_s = PassSeconds(self.native).__getitem__
         self._slowness = [1.0] * len(exit_depths)
         self._confidence: dict[tuple[int, bool, bool], Confidence] = {}
 
@@ -73,26 +87,6 @@ class Drafter:
         make = self.ladder.tables if self.ladder else SequenceTables
         confidence = self.confidence(request)
         return make(self.native, confidence, learned, request.predicted, len(request.prompt_ids))
-
-    def generated(self, tokens: Sequence[int], proposers: Sequence[int]) -> list[GeneratedToken]:
-        """Tokens with the exits that made them: accepted drafts of these proposers, by number, and the token that the
-        full model chose after them."""
-        made: list[GeneratedToken] = []
-        for token, number in zip(tokens[:-1], proposers, strict=False):
-            made.append(GeneratedToken(token, self.depths[number], self.names[number]))  # noqa: PERF401: no frame
-        made.append(GeneratedToken(tokens[-1], self.runner.num_layers, FULL))
-        return made
-
-    def depth_of(self, name: str) -> int:
-        """The layers that a proposer by this name has run for a token."""
-        return self.runner.num_layers if name == FULL else self.depths[self.names.index(name)]
-
-    def pass_s(self, num_tokens: int) -> float:
-        """Measured seconds of a pass over so many tokens."""
-        seconds = self._pass_s.get(num_tokens)
-        if seconds is None:
-            seconds = self._pass_s[num_tokens] = functions().neap_ladder_pass_s(self.native.address, num_tokens)
-        return seconds
 
     def record_call(self, index: int, seconds: float, num_chains: int, num_drafts: int) -> None:
         """A call of an exit took so long, for that many chains and drafts of the longest. While serving it finds cold

@@ -12,6 +12,7 @@ from shared.engine.request.admission import max_answer_tokens
 from shared.engine.request.request import FinishReason, GenerationRequest
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
+from shared.ops import NO_TOKEN
 
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so tokens that are no valid text after this many more tokens never will be.
@@ -63,6 +64,14 @@ class DecodedAnswer:
     def num_left(self) -> int:
         """Tokens that it may still get."""
         return self.max_tokens - self.num_tokens
+
+    def take(self, texts: Sequence[str]) -> bool:
+        """Adds tokens that do not end the answer by their `TokenTexts`, if these are all that is to be known of them.
+        Returns whether it has."""
+        if not texts or not self._is_plain or not self._detokenizer.is_whole or not all(texts):
+            return False
+        self.num_tokens += len(texts)
+        return True
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
         """Adds tokens, up to the one that ends the answer. Returns the text that each completes, but for a stop token,
@@ -145,11 +154,13 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str]):
-    """The texts of tokens that begin and end with whole characters; empty for others, and for those without bytes."""
+    """The texts of tokens that begin and end with whole characters; empty for others, and for those without bytes.
+    NO_TOKEN has none."""
 
     def __init__(self, of: TokenBytes) -> None:
         super().__init__()
         self._of = of
+        self[NO_TOKEN] = ""
 
     def __missing__(self, token_id: int) -> str:
         text = self._of[token_id].decode(errors="replace")
@@ -176,6 +187,8 @@ class Detokenizer:
             special = {token_id for token_id, token in added if token.special}
             self._hidden_ids = special.difference(shown_special_ids)
         self._bytes = None if tokenizer is None or shown_special_ids else TokenBytes.of(tokenizer)
+        # Whether the texts of the next tokens are those of `TokenTexts`.
+        self.is_whole = self._bytes is not None
         self._ids: list[int] = []
         # Ids before `_read` have been returned as text. Decoding starts a little before, at `_start`, because some
         # tokenizers place spaces by the preceding token.
@@ -187,17 +200,19 @@ class Detokenizer:
         self._ids.append(token_id)
         text = self._new_text()
         if text.endswith(REPLACEMENT):
+            self.is_whole = False
             if len(self._ids) - self._read <= MAX_INCOMPLETE_TOKENS:
                 return ""
             return self._give_up()
         self._start, self._read = self._read, len(self._ids)
+        self.is_whole = self._bytes is not None
         return text
 
     def push_all(self, token_ids: Sequence[int]) -> list[str]:
         """`push` of each."""
         if self._tokenizer is None:
             return [""] * len(token_ids)
-        if self._bytes is not None and self._read == len(self._ids):
+        if self._bytes is not None and self.is_whole:
             texts = [*map(self._bytes.texts.__getitem__, token_ids)]
             if all(texts):
                 return texts

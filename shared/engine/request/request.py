@@ -1,16 +1,16 @@
 """The engine's requests and results. Independent of gRPC."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import chain
-from operator import itemgetter
 from typing import NamedTuple
 
 from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.memory.prefixes import key_of, scope_key_of
+from shared.engine.request.logprobs import Logprobs
 from shared.errors import InvalidInput
 from shared.field_types import check_limits, check_types
 from shared.ladder.policy import DepthPolicy
@@ -159,23 +159,40 @@ class GeneratedToken(NamedTuple):
     alternatives: tuple[tuple[int, float], ...] = ()
 
 
-# The proposer of a `GeneratedToken`, without a frame.
-PROPOSER_OF: Callable[[GeneratedToken], str] = itemgetter(GeneratedToken._fields.index("proposer"))
+class Exit(NamedTuple):
+    """Where a token has left the model: see `GeneratedToken`. One for each proposer, not for each token."""
+
+    depth: int
+    proposer: str
 
 
 class TokenChunk(NamedTuple):
-    """Final tokens and the texts that they complete. A text never splits a UTF-8 character and may lag behind its
-    token. `prompt`: the next tokens of the prompt, if their log-probabilities are wanted; the first has none."""
+    """Final tokens, in columns, because an object for each takes longer than all else: the texts that they complete,
+    their ids and exits, and their log-probabilities if these are wanted. A text never splits a UTF-8 character and may
+    lag behind its token. `prompt`: the next tokens of the prompt, if their log-probabilities are wanted; the first has
+    none."""
 
-    texts: tuple[str, ...]
-    tokens: tuple[GeneratedToken, ...]
+    texts: Sequence[str] = ()
+    token_ids: Sequence[int] = ()
+    exits: Sequence[Exit] = ()
+    logprobs: Sequence[Logprobs] = ()
     prompt: tuple[GeneratedToken, ...] = ()
 
     @classmethod
     def joined(cls, chunks: Sequence["TokenChunk"]) -> "TokenChunk":
         """One with what several chunks of an answer have, in order."""
-        texts, tokens = zip(*((chunk.texts, chunk.tokens) for chunk in chunks), strict=True)
-        return cls(tuple(chain(*texts)), tuple(chain(*tokens)))
+        return cls(*(tuple(chain(*column)) for column in zip(*chunks, strict=True)))
+
+    @property
+    def tokens(self) -> tuple[GeneratedToken, ...]:
+        """The same, token by token."""
+        made = [GeneratedToken(token, *way) for token, way in zip(self.token_ids, self.exits, strict=True)]
+        if self.logprobs:
+            made = [
+                token._replace(logprob=entry.value, alternatives=entry.alternatives)
+                for token, entry in zip(made, self.logprobs, strict=True)
+            ]
+        return tuple(made)
 
     @property
     def text(self) -> str:

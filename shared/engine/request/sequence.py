@@ -13,11 +13,11 @@ from torch import Tensor
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
+from shared.engine.request.logprobs import Logprobs
 from shared.engine.request.request import (
-    PROPOSER_OF,
     DepthStatistics,
+    Exit,
     Finished,
-    GeneratedToken,
     GenerationRequest,
     TokenChunk,
 )
@@ -63,6 +63,16 @@ class DecodingSequence:
     pass: the prompt, or more if `generate` would have read the sequence again when it outgrew a regime
     (`shared.model.regimes`).
     """
+
+    # A step reads a few numbers of each of many: together, not by a dictionary of each.
+    __slots__ = (
+        "__weakref__", "_exits", "_num_shown", "_read_again_at", "_regimes", "answer", "cache", "counted", "counts",
+        "drafter", "failure", "first_token_s", "keeps_states", "kept_depths", "ladder", "learned", "num_accepted",
+        "num_cached", "num_drafted", "num_layer_executions", "num_prompt_tokens", "num_read_before", "num_relaxed",
+        "num_resumed", "num_scored", "num_settled", "num_token_layers", "num_verify_passes", "on_states", "place",
+        "read_length", "read_until", "request", "settled", "shows_tokens", "started_s", "submitted_s", "tables",
+        "tokens", "vocabulary_size",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -123,10 +133,10 @@ class DecodingSequence:
         self.num_layer_executions = 0
         self.num_token_layers = 0
         self.num_resumed = len(request.resumed_ids)
-        self.counted = CountedProgress(self.num_resumed)
+        self.counted = CountedProgress(version=request.counted_version, num_generated=self.num_resumed)
         self.failure: NeapError | None = None
         self.place: Any = None  # on the device, if it has one: see `Ahead`
-        self._made_by: list[str] = []  # the proposers of its tokens
+        self._exits: list[Exit] = []  # of its tokens
         self.vocabulary_size = loaded.vocabulary_size
 
     @property
@@ -231,30 +241,40 @@ class DecodingSequence:
             self.tables.append(self.request.given_ids[self._num_shown : end])
             self._num_shown = max(self._num_shown, end)
 
-    def emit(self, tokens: Sequence[GeneratedToken], token_ids: Sequence[int]) -> list[TokenChunk]:
+    def emit(
+        self,
+        token_ids: Sequence[int],
+        exits: Sequence[Exit],
+        logprobs: Sequence[Logprobs] = (),
+        texts: Sequence[str] = (),
+    ) -> list[TokenChunk]:
         """Makes tokens final, in order, up to the one that ends the request. Returns one chunk with all of them, if
-        there are any: the way of a chunk to the client takes longer than a token of a small model.
+        there are any: the way of a chunk to the client takes longer than a token of a small model. `texts`: as of
+        `DecodedAnswer.take`, if none of the tokens ends the answer.
 
         Gives up all keys and values if `generate` would do so at the length that is reached.
         """
-        num_before = self.answer.num_tokens
-        texts = self.answer.push(token_ids)
-        taken = token_ids[: self.answer.num_tokens - num_before]
+        answer, taken = self.answer, token_ids
+        if not answer.take(texts):
+            num_before = answer.num_tokens
+            texts = answer.push(token_ids)
+            taken = token_ids[: answer.num_tokens - num_before]
+            if (end := len(texts)) < len(token_ids):
+                token_ids, exits, logprobs = token_ids[:end], exits[:end], logprobs[:end]
         self.tokens += taken
         if self.counts is not None:
             for token_id in taken:
                 self.counts.append(token_id)
         if self.first_token_s is None and taken:
             self.first_token_s = time.monotonic()
-        emitted = tokens[: len(texts)]
-        self._made_by += map(PROPOSER_OF, emitted)
+        self._exits += exits
         if self.shows_tokens:
-            self.tables.append(token_ids[: len(texts)])
+            self.tables.append(token_ids)
         length = len(self.tokens)
         if length == self._read_again_at and self.answer.end is None:
             self.num_settled, self.read_length, self.read_until = 0, length, length
             self._read_again_at = self._regimes.next_reread(length) or NEVER
-        return [TokenChunk(tuple(texts), tuple(emitted))] if emitted else []
+        return [TokenChunk(texts, token_ids, exits, logprobs)] if texts else []
 
     def finished(self) -> Finished:
         """The last event of the request. Call it once, after `is_finished` has become true."""
@@ -288,7 +308,7 @@ class DecodingSequence:
 
     def statistics(self) -> DepthStatistics:
         return DepthStatistics(
-            exits={name: (self.drafter.depth_of(name), count) for name, count in Counter(self._made_by).items()},
+            exits={each.proposer: (each.depth, count) for each, count in Counter(self._exits).items()},
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
             num_relaxed=self.num_relaxed,

@@ -86,28 +86,26 @@ def test_tokens_copied_from_another_request_are_counted_as_cached(loaded: Loaded
 
 def test_drafts_are_counted_by_their_proposers() -> None:
     counted = EngineStatistics(NUM_LAYERS)
-    proposers = ("prompt-lookup", "depth-2", "prompt-lookup")
-    counted.record_drafts(proposers, proposers[:2], version=None)
+    counted.record_drafts([("prompt-lookup", 2, 1), ("depth-2", 1, 1), ("learned", 0, 0)], version=None)
     assert counted.drafted == {"prompt-lookup": 2, "depth-2": 1}
     assert counted.accepted == {"prompt-lookup": 1, "depth-2": 1}
 
 
 def test_time_between_steps_is_shared_by_their_tokens() -> None:
     counted = EngineStatistics(NUM_LAYERS)
-    seen = CountedProgress(3, 7, delivered_s=time.monotonic() - 900)
+    seen = CountedProgress(num_generated=3, num_layer_executions=7, delivered_s=time.monotonic() - 900)
     sequence = SimpleNamespace(
-        request=SimpleNamespace(counted_version=None),
         failure=None,
-        num_generated=6,
+        answer=SimpleNamespace(num_tokens=6, end=None),
         num_layer_executions=11,
         counted=seen,
     )
-    counted.record_step(0.25, [sequence], [[]])
+    counted.record_step(0.25, [(sequence, [])])
     assert sum(counted.inter_token_s.counts) == 3
     assert 900 <= counted.inter_token_s.sum < 1800  # one interval, not one for each token
     assert counted.num_layer_executions == 4
     # What has been counted is not counted again.
-    counted.record_step(0.25, [sequence], [[]])
+    counted.record_step(0.25, [(sequence, [])])
     assert counted.num_generated_tokens == 3
     assert counted.step_s.sum == pytest.approx(0.5)
 

@@ -1,12 +1,14 @@
 """Decode steps: verification, rejection, final drafts and counts."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.pass_costs import PassCosts
 from shared.engine.request.admission import prefill_budget
-from shared.engine.request.request import FinishReason, GeneratedToken, GenerationRequest, TokenChunk
+from shared.engine.request.request import FinishReason, GenerationRequest, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.errors import InvalidInput
@@ -91,8 +93,8 @@ def test_rejected_drafts_leave_nothing_settled(loaded, answer, monkeypatch):
     num_pending: list[int] = []
     emit = DecodingSequence.emit
 
-    def counted(sequence: DecodingSequence, tokens: list[GeneratedToken], token_ids: list[int]) -> list[TokenChunk]:
-        chunks = emit(sequence, tokens, token_ids)
+    def counted(sequence: DecodingSequence, *columns: Any) -> list[TokenChunk]:
+        chunks = emit(sequence, *columns)
         num_pending.append(len(sequence.tokens) - sequence.num_settled)
         return chunks
 

@@ -1,6 +1,7 @@
 """Steps launched one ahead of the host give the tokens of steps that wait, whatever the device does late, and whatever
 ends, is put back or needs the host in between."""
 
+import gc
 import random
 import sys
 from collections import Counter
@@ -297,9 +298,9 @@ def test_a_plan_drafts_only_what_pays() -> None:
     assert sum(tried) == 2  # what is known gets old
 
 
-def test_a_further_request_takes_few_python_calls_of_a_step(loaded: LoadedModel) -> None:
+def test_a_further_request_takes_few_python_calls_and_objects_of_a_step(loaded: LoadedModel) -> None:
     """And a further token none: what a step does for each of its tokens is done for all of them at once."""
-    found = []
+    found, made = [], []
     for count in (4, 12):  # in a pass of one size
         decoder = make_decoder(make_runner(loaded), Prefixes(0), None)
         list(decoder.prepare(lambda work: 1.0))
@@ -323,6 +324,19 @@ def test_a_further_request_takes_few_python_calls_of_a_step(loaded: LoadedModel)
         finally:
             sys.setprofile(None)
         found.append(Counter(calls))
+        gc.disable()
+        try:
+            before = {id(each) for each in gc.get_objects()}
+            results = decoder.turn(sequences)
+            made.append(Counter(type(each).__name__ for each in gc.get_objects() if id(each) not in before))
+        finally:
+            gc.enable()
+        assert all(chunk.token_ids for _, chunks in results for chunk in chunks)
     few, many = found
     assert few["Ahead.handle"] == many["Ahead.handle"] == 4
-    assert (many.total() - few.total()) / (4 * 8) <= 8, (many - few).most_common(20)
+    assert (many.total() - few.total()) / (4 * 8) <= 5, (many - few).most_common(20)
+    # A chunk, lists of its texts, token ids and exits, one of chunks, and what says whose they are.
+    further = made[1] - made[0]
+    assert (further["TokenChunk"], made[1]["GeneratedToken"]) == (8, 0)
+    assert further["list"] <= 4 * 8
+    assert further["tuple"] <= 2 * 8

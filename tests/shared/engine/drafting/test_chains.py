@@ -63,7 +63,7 @@ def drafts_of(drafting: Drafting, sequences: Sequence[DecodingSequence]) -> list
     """(token, depth) of each draft."""
     return [
         [
-            (token, chain.sequence.drafter.depths[number])
+            (token, chain.sequence.drafter.exits[number].depth)
             for token, number in zip(chain.drafts, chain.proposers, strict=True)
         ]
         for chain in drafting.draft(sequences)
