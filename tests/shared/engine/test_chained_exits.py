@@ -33,6 +33,7 @@ from tests.fixed_costs import fixed_cost_engine
 from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
 from tests.scripted_tables import script_tables, without_tables
+from tests.tiers import tiered
 
 PROMPT = tuple(range(5, 17))
 NUM_NEW = 30
@@ -180,7 +181,7 @@ def test_an_exit_that_was_not_asked_catches_up(accelerated, monkeypatch):
     assert compared > len(DEPTHS)
 
 
-@pytest.mark.parametrize("kind", ["contiguous", pytest.param("paged", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", tiered(["contiguous", "paged"], {"contiguous"}))
 def test_exact_answers_are_those_of_full(kind, accelerated):
     """In company, with shared prefixes, greedy and sampled.
     The exits' drafts are mostly wrong, so most chains are rolled back."""

@@ -24,6 +24,7 @@ from tests.fixed_costs import fixed_cost_engine
 from tests.paged import block_bytes, load_family, make_runner
 from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
+from tests.tiers import tiered
 from tests.waiting import wait_until
 
 NUM_NEW = 14
@@ -33,7 +34,7 @@ STEM = tuple(random.Random(3).choices(range(2, VOCABULARY_SIZE), k=40))
 
 
 # Gemma 3 has all that Llama has, and windows.
-@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.full), "gemma3-sliding"])
+@pytest.fixture(scope="module", params=tiered(["llama", "gemma3-sliding"], {"gemma3-sliding"}))
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     torch.manual_seed(0)
     return load_family(request.param)

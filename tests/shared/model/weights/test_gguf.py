@@ -21,6 +21,7 @@ from shared.model.weights import gguf as module
 from shared.model.weights.lazy import lazy
 from shared.model.weights.stored import Blocks
 from tests.gguf_files import write_llama
+from tests.tiers import tiered
 
 SMALL = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.F16, Kind.BF16, Kind.F32]
 LARGE = {"attn_q": Kind.Q4_K, "attn_k": Kind.Q5_K, "ffn_up": Kind.Q6_K, "ffn_down": Kind.Q4_K}
@@ -95,7 +96,7 @@ def test_a_matrix_in_blocks_is_read_once(file: Path, monkeypatch: pytest.MonkeyP
     assert set(times.values()) == {1}
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("tied", tiered([True, False], {True}))
 @pytest.mark.parametrize("kinds", [*SMALL, LARGE, MIXED], ids=lambda k: getattr(k, "name", "K"))
 def test_a_model_in_blocks_is_the_dequantised_model(tmp_path: Path, kinds: Kind | dict[str, Kind], tied: bool) -> None:
     size = {"width": 256, "inner": 256} if isinstance(kinds, dict) else {}

@@ -27,6 +27,7 @@ from shared.ops.products import expert_linear
 from tests.gguf_files import write_llama
 from tests.paged import make_runner
 from tests.shared.model.weights.test_gguf_families import CASES, write
+from tests.tiers import tiered
 
 KINDS = {"attn_q": Kind.Q4_K, "attn_v": Kind.Q6_K, "ffn_down": Kind.Q5_0, "token_embd": Kind.Q4_1, "ffn_up": Kind.F16}
 
@@ -137,7 +138,7 @@ def test_experts_stay_in_blocks(
 
 
 @pytest.mark.parametrize(
-    ("path", "compiles"), [(True, False), pytest.param(False, True, marks=pytest.mark.full)], indirect=["path"]
+    ("path", "compiles"), tiered([(True, False), (False, True)], {(True, False)}), indirect=["path"]
 )
 def test_exact_is_promised_of_a_model_in_blocks(path: Path, compiles: bool) -> None:
     model = read(path, torch.float32, in_blocks=True)
