@@ -112,7 +112,7 @@ def test_the_whole_story_and_another_that_begins_anew_and_is_interrupted(model_f
     assert rows[-3:] == ["no router", "router 1", "router 2"]
     assert (tmp_path / "demo" / "demo.svg").stat().st_size > 10_000
     said = interrupted(signal.SIGINT, "3. 20 requests", model_folder, tmp_path)
-    assert "router 1 was learned" in said
+    assert "router 1 learned from" in said  # the demo's word; that of `neap up` may be a moment too late
 
 
 @pytest.mark.full
