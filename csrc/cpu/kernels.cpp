@@ -13,13 +13,13 @@ namespace neap::NEAP_ISA {
 
 namespace {
 
-template <bool kHasUnit>
+template <bool kByBlocks>
 constexpr Kernels table_of(const char* name) {
   return {
       .name = name,
       .dequantise = dequantise,
       .linear_items = linear_items,
-      .linear = linear<kHasUnit>,
+      .linear = linear<kByBlocks>,
       .row_norm = row_norm,
       .activate = activate_numbers,
       .rotary = rotary,
@@ -45,7 +45,12 @@ constexpr Kernels table_of(const char* name) {
 }  // namespace
 
 const Kernels& table() {
-  static constexpr Kernels kernels = table_of<false>(NEAP_STRINGIFY(NEAP_ISA));
+#if defined(NEAP_AVX512VNNI)
+  constexpr bool kByBlocks = false;  // amx_table's are
+#else
+  constexpr bool kByBlocks = true;
+#endif
+  static constexpr Kernels kernels = table_of<kByBlocks>(NEAP_STRINGIFY(NEAP_ISA));
   return kernels;
 }
 

@@ -1,11 +1,11 @@
 // Products of quantised weights and rounded inputs by the matrix unit of processors with AMX.
 //
 // Its sums of bytes are exact, as those of ByteSums are, and they are scaled and added in the same order, so the bits
-// of a result are those of `rounded_tile`. A depth block of a panel is taken apart once for all rows: its quants as the
-// unit reads them, its scales as float32. Then the unit sums each group for up to 16 rows at once. All sums of the
-// block lie in memory before they are scaled, because the unit answers late.
+// of a result are those of `rounded_tile`. A depth block of a panel is taken apart once for all rows. Then the unit
+// sums each group for up to 16 rows at once. All sums of the block lie in memory before they are scaled, because the
+// unit answers late.
 #pragma once
-#include "rounded.h"
+#include "taken_block.h"
 
 namespace neap::NEAP_ISA {
 
@@ -55,35 +55,12 @@ template <int kSum, int kInput, int kQuant, bool kSignedQuants> NEAP_INLINE void
   else __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSum), "i"(kInput), "i"(kQuant));
 }
 
-// A depth block of a panel, taken apart.
 template <Format kFormat>
-struct UnitBlock {
-  typedef RoundedQuants<kFormat> Reader;
-  static constexpr int kGroup = Reader::kGroup, kGroups = kDepthBlock / kGroup;
+struct UnitBlock : TakenBlock<kFormat, true> {
+  typedef TakenBlock<kFormat, true> Taken;
+  typedef typename Taken::Reader Reader;
+  using Taken::kGroup, Taken::kGroups, Taken::quants, Taken::scales, Taken::offsets;
   static constexpr bool kSigned = Reader::kBias != 0 || Reader::kLayout.bits == 8;
-  UintVec quants[kDepthBlock / 4];
-  Vec scales[kGroups], offsets[Reader::kHasOffset ? kGroups : 1];
-
-  void take_apart(const uint8_t* block, int64_t depth) {
-    Reader reader;
-    reader.begin(block, depth, {});
-    UintVec* to = quants;
-    for (int64_t group = 0; group < depth / kGroup; ++group) {
-      reader.open(group * kGroup);
-      scales[group] = reader.scale[0];
-      if constexpr (Reader::kHasOffset) offsets[group] = reader.offset[0];
-      for_inputs<kGroup / 8>([&](auto line) __attribute__((always_inline)) {
-        reader.load(group * kGroup + 8 * decltype(line)::value);
-        *to++ = without_bias(reader.template quads<0>(0));
-        *to++ = without_bias(reader.template quads<1>(0));
-      });
-    }
-  }
-
-  static NEAP_INLINE UintVec without_bias(UintVec quads) {
-    if constexpr (Reader::kBias == 0) return quads;
-    return (UintVec)_mm512_sub_epi8((__m512i)quads, _mm512_set1_epi8((char)Reader::kBias));
-  }
 
   // sums [groups, kUnitRows, 16] of a tile of rows, whose first group is at x. A sum is stored two groups after it was
   // begun. Prefetches `lines` cache lines per group: spread like this, reading takes no time of its own.
@@ -131,41 +108,33 @@ template <Format kFormat>
 __attribute__((noinline)) void unit_panels(const Matrix& matrix, int64_t in_features, const float* x, int64_t stride,
                                            int64_t rows, int64_t first, int64_t panels, const uint8_t* next, float* c) {
   typedef UnitBlock<kFormat> Block;
-  Block taken;
   alignas(64) int32_t sums[Block::kGroups * kUnitRows * kPanel];
   const int64_t height = ceil_div(rows, ceil_div(rows, kUnitRows)), c_stride = panels * kPanel;
   configure_unit(height, Block::kGroup);
-  for (int64_t p = 0; p < panels; ++p, c += kPanel) {
-    const uint8_t* panel = matrix.panels + (first + p) * matrix.panel_bytes;
-    const uint8_t* following = p + 1 < panels ? panel + matrix.panel_bytes : next;
-    for (int64_t k = 0; k < in_features; k += kDepthBlock) {
-      const int64_t depth = min64(kDepthBlock, in_features - k), groups = depth / Block::kGroup;
-      const int64_t begin = block_begin(kFormat, k / kDepthBlock), end = begin + block_bytes(kFormat, depth);
-      const uint8_t* ahead = end < matrix.panel_bytes ? panel + end : following;
-      const float* inputs = x + k / kRoundedInputs * kGroupFloats;
-      taken.take_apart(panel + begin, depth);
-      for (int64_t row = 0, stop; row < rows; row = stop) {
-        // All tiles are equally high: the last one begins early in place of ending late.
-        stop = min64(rows, row + height);
-        const int64_t tile = stop - height;
-        taken.sum_groups(inputs + tile * stride, stride, groups, sums, ahead,
-                         row ? 0 : ceil_div(end - begin, 64 * groups));
-        const auto scale = [&](auto count, int64_t r) __attribute__((always_inline)) {
-          taken.template scale_rows<decltype(count)::value>(
-              inputs + r * stride, stride, groups, sums + (r - tile) * kPanel, c + r * c_stride, c_stride, k > 0);
-        };
-        int64_t r = row;
-        for (; r + 4 <= stop; r += 4) scale(Number<4>(), r);
-        for (; r < stop; ++r) scale(Number<1>(), r);
-      }
+  const auto multiply_block = [&](const Block& taken, int64_t p, int64_t k, int64_t groups, const uint8_t* ahead,
+                                  int64_t lines) {
+    const float* inputs = x + k / kRoundedInputs * kGroupFloats;
+    float* out = c + p * kPanel;
+    for (int64_t row = 0, stop; row < rows; row = stop) {
+      // All tiles are equally high: the last one begins early in place of ending late.
+      stop = min64(rows, row + height);
+      const int64_t tile = stop - height;
+      taken.sum_groups(inputs + tile * stride, stride, groups, sums, ahead, row ? 0 : lines);
+      const auto scale = [&](auto count, int64_t r) __attribute__((always_inline)) {
+        taken.template scale_rows<decltype(count)::value>(
+            inputs + r * stride, stride, groups, sums + (r - tile) * kPanel, out + r * c_stride, c_stride, k > 0);
+      };
+      int64_t r = row;
+      for (; r + 4 <= stop; r += 4) scale(Number<4>(), r);
+      for (; r < stop; ++r) scale(Number<1>(), r);
     }
-  }
+  };
+  for_blocks<Block>(matrix, in_features, first, panels, next, multiply_block);
+  release_unit();
 }
 
-using UnitFn = void (*)(const Matrix&, int64_t in_features, const float* x, int64_t stride, int64_t rows, int64_t first,
-                        int64_t panels, const uint8_t* next, float* c);
 // From kQ4_0 on.
-constexpr UnitFn kUnitProducts[kFormats - kQ4_0] = {
+constexpr BlockProduct kUnitProducts[kFormats - kQ4_0] = {
     unit_panels<kQ4_0>, unit_panels<kQ4_1>, unit_panels<kQ5_0>, unit_panels<kQ5_1>,
     unit_panels<kQ8_0>, unit_panels<kQ4_K>, unit_panels<kQ5_K>, unit_panels<kQ6_K>,
 };

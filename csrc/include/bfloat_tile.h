@@ -54,7 +54,7 @@ __attribute__((noinline)) void bfloat_tile(const TileArgs& t) {
       if (r / 2 < kRows / 2) sum[r][c] = (Vec)(r % 2 == 0 ? vtrn1q_f64(first, second) : vtrn2q_f64(first, second));
       if (k < t.depth) sum[r][c] = dot_pairs(splat(a[r * t.a_stride + k]), (Vec)line(c, k), sum[r][c]);
     }
-  store_sums(t, sum);
+  store_sums(t.c, t.c_stride, t.accumulate, sum);
 }
 
 template <int kRows, int kPanels>

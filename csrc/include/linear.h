@@ -5,8 +5,9 @@
 #include "bfloat_tile.h"
 #if defined(NEAP_AVX512VNNI)
 #include "amx.h"
+#else
+#include "byte_block.h"
 #endif
-#include "rounded.h"
 
 namespace neap::NEAP_ISA {
 
@@ -251,29 +252,32 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
   }
 }
 
+// Products that take a matrix's depth blocks apart, from kQ4_0 on, and the rows from which they serve.
 #if defined(NEAP_AVX512VNNI)
-// As multiply_panels, by the matrix unit. `release_unit` follows.
-inline void multiply_by_unit(const LinearArgs& args, const Matrix& matrix, const Inputs& x, int64_t rows, int64_t first,
-                             int64_t panels, const uint8_t* next, float* c) {
-  kUnitProducts[matrix.format - kQ4_0](matrix, args.in_features, x.rows, x.stride, rows, first, panels, next, c);
-}
+constexpr auto& kBlockProducts = kUnitProducts;
+constexpr int64_t kLeastBlockRows = kLeastUnitRows, kBlockPanels = kUnitPanels;
 #else
-constexpr auto multiply_by_unit = multiply_panels;
-constexpr int64_t kLeastUnitRows = kNever, kUnitPanels = 0;
-inline void release_unit() {}
+constexpr auto& kBlockProducts = kByteProducts;
+constexpr int64_t kLeastBlockRows = kLeastByteRows, kBlockPanels = 1;
 #endif
 
+// As multiply_panels.
+inline void multiply_blocks(const LinearArgs& args, const Matrix& matrix, const Inputs& x, int64_t rows, int64_t first,
+                            int64_t panels, const uint8_t* next, float* c) {
+  kBlockProducts[matrix.format - kQ4_0](matrix, args.in_features, x.rows, x.stride, rows, first, panels, next, c);
+}
+
 // Rows [row, row + rows), at most kRowChunk of them, times output panels [begin, end).
-template <bool kHasUnit>
+template <bool kByBlocks>
 inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   const Inputs x = inputs_of(args, row, rows);
   const Matmul& matmul = matmul_for(args.weight, x.kind);
   alignas(64) float c[kChunkFloats], up[kChunkFloats];
-  const bool by_unit = kHasUnit && x.kind == kGroups && rows >= kLeastUnitRows && args.in_features > 0;
-  const auto multiply = by_unit ? multiply_by_unit : multiply_panels;
+  const bool by_blocks = kByBlocks && x.kind == kGroups && rows >= kLeastBlockRows && args.in_features > 0;
+  const auto multiply = by_blocks ? multiply_blocks : multiply_panels;
   // As many panels as tiles take, and as the buffers hold.
   const int64_t tiles = rows == 1 || args.best ? kTilesInTurn : 1;
-  const int64_t wanted = by_unit ? kUnitPanels : tiles * matmul.panels((int)RowTiles(rows).height);
+  const int64_t wanted = by_blocks ? kBlockPanels : tiles * matmul.panels((int)RowTiles(rows).height);
   const int64_t group = max64(1, min64(wanted, kChunkFloats / (rows * kPanel)));
   for (int64_t unit = begin; unit < end; unit += group) {
     const int64_t panels = min64(group, end - unit);
@@ -289,10 +293,9 @@ inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int6
       for (int64_t p = 0; p < panels; ++p)
         finish_panel(args, c + p * kPanel, up + p * kPanel, panels * kPanel, unit + p, row, rows);
   }
-  if (by_unit) release_unit();
 }
 
-template <bool kHasUnit>
+template <bool kByBlocks>
 inline void linear(const LinearArgs& args, int64_t items, int64_t begin, int64_t end) {
   const int64_t units = ceil_div(args.out_features, kPanel), splits = items / units;
   const int64_t split_rows = ceil_div(args.rows, splits);
@@ -300,7 +303,7 @@ inline void linear(const LinearArgs& args, int64_t items, int64_t begin, int64_t
     const int64_t split = item / units, first = item % units, last = min64(units, first + end - item);
     const int64_t stop = min64(args.rows, (split + 1) * split_rows);
     for (int64_t row = split * split_rows; row < stop; row += kRowChunk)
-      linear_chunk<kHasUnit>(args, row, min64(kRowChunk, stop - row), first, last);
+      linear_chunk<kByBlocks>(args, row, min64(kRowChunk, stop - row), first, last);
     item += last - first;
   }
 }

@@ -245,7 +245,7 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
       }
     }
   }
-  store_sums(t, sum);
+  store_sums(t.c, t.c_stride, t.accumulate, sum);
 }
 #else
 template <Format kFormat, int kRows, int kPanels>
@@ -314,7 +314,7 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
       }
     }
   }
-  store_sums(t, sum);
+  store_sums(t.c, t.c_stride, t.accumulate, sum);
 }
 #endif
 

@@ -42,15 +42,15 @@ struct TileArgs {
   Ahead ahead;
 };
 
-// Writes a tile's sums to c, or adds them.
+// Writes a tile's sums to c, whose rows lie `c_stride` apart, or adds them.
 template <int kRows, int kColumns>
-NEAP_INLINE void store_sums(const TileArgs& t, const Vec (&sum)[kRows][kColumns]) {
+NEAP_INLINE void store_sums(float* c, int64_t c_stride, bool accumulate, const Vec (&sum)[kRows][kColumns]) {
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 24
-    for (int c = 0; c < kColumns; ++c) {
-      float* out = t.c + r * t.c_stride + c * kLanes;
-      store(out, t.accumulate ? load(out) + sum[r][c] : sum[r][c]);
+    for (int column = 0; column < kColumns; ++column) {
+      float* out = c + r * c_stride + column * kLanes;
+      store(out, accumulate ? load(out) + sum[r][column] : sum[r][column]);
     }
 }
 
@@ -101,7 +101,7 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
     for (int p = 0; p < kPanels; ++p) readers[p].load(k);
     add_input(Number<0>(), a);
   }
-  store_sums(t, sum);
+  store_sums(t.c, t.c_stride, t.accumulate, sum);
 }
 
 using TileFn = void (*)(const TileArgs&);
