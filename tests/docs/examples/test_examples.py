@@ -35,7 +35,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 # tools are in golang-go, protoc-gen-go-1-5 and protoc-gen-go-grpc.
 GO_LIBRARIES = Path("/usr/share/gocode")
 # Started, and the tokens of a call that is broken off.
-NUM_EVENTS = 8
+NUM_TOKENS = 6
 GO_TOOLS = ("go", "protoc-gen-go", "protoc-gen-go-grpc")
 
 
@@ -51,7 +51,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Interrupting(inference_pb2_grpc.InferenceServiceServicer):
-    """Hands calls on, and breaks off each answer after a few more tokens."""
+    """Hands calls on, and breaks off each answer after a few more tokens, however many of them come at once."""
 
     def __init__(self, stub: Any) -> None:
         self._stub = stub
@@ -59,8 +59,10 @@ class Interrupting(inference_pb2_grpc.InferenceServiceServicer):
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         self.num_resumed += bool(request.resume.token_ids)
-        for number, event in enumerate(self._stub.Generate(request)):
-            if number == NUM_EVENTS and request.can_resume:
+        wanted = request.stopping.max_tokens
+        request.stopping.max_tokens = min(wanted, len(request.resume.token_ids) + NUM_TOKENS)
+        for event in self._stub.Generate(request):
+            if event.HasField("finished") and request.stopping.max_tokens < wanted:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
             yield event
 
