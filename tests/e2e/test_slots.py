@@ -253,6 +253,7 @@ def test_a_call_that_would_wait_is_refused_where_its_client_asks_another_worker(
         assert [event.WhichOneof("event") for event in waiting][-1] == "finished"
 
 
+@pytest.mark.full
 def test_a_request_of_a_lower_number_runs_first_and_the_other_goes_on(registry, folder):
     with (
         Engine(load_model(folder, model_id="tiny"), max_running=1) as engine,

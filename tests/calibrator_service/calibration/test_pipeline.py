@@ -188,6 +188,7 @@ def test_a_proposer_at_the_last_layer_is_refused(base_model):
         resolve(replace(SPEC, draft_vocabulary_size=33), base_model)
 
 
+@pytest.mark.full
 def test_the_draft_vocabulary_has_the_models_most_frequent_choices(finished, base_model, tmp_path):
     spec = replace(SPEC, draft_vocabulary_size=6, max_tokens=2000)
     small = calibrate(base_model, spec, work_dir=tmp_path)
@@ -200,6 +201,7 @@ def test_the_draft_vocabulary_has_the_models_most_frequent_choices(finished, bas
     assert 0 < small.report["proposers"]["depth-2"]["agreement_1"] <= small.report["draft_vocabulary_coverage"]
 
 
+@pytest.mark.full
 def test_given_text_and_the_cosine_label(base_model, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("\n".join(" ".join(f"w{(i * j + j) % 24}" for j in range(200)) for i in range(40)))
@@ -221,6 +223,7 @@ def test_given_text_and_the_cosine_label(base_model, tmp_path):
     }
 
 
+@pytest.mark.full
 def test_heads_learn_chains_from_answers_that_were_given_before(base_model, tmp_path, monkeypatch):
     monkeypatch.setattr("calibrator_service.calibration.plan.MAX_EPOCHS", 30)
     path = tmp_path / "answers.jsonl"
@@ -299,7 +302,8 @@ def test_a_time_budget_that_is_too_short_is_named_as_the_cause(counting):
 
 
 @pytest.mark.usefixtures("_by_tokens")
-@pytest.mark.parametrize("is_given", tiered([False, True], {False}))
+@pytest.mark.full
+@pytest.mark.parametrize("is_given", [False, True])
 def test_a_run_that_is_killed_after_its_time_for_text_continues(counting, tmp_path, is_given):
     learned = []
 
