@@ -65,7 +65,7 @@ def refuses_connections(url):
         httpx.get(f"{url}/healthz", timeout=5)
     except httpx.ConnectError:
         return True
-    except (httpx.ReadError, httpx.RemoteProtocolError):
+    except (httpx.ReadError, httpx.RemoteProtocolError, httpx.ReadTimeout):
         # The kernel had taken this connection when the listener closed; the next one is refused.
         return False
     return False
