@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from calibrator_service.calibration.spec import (
     TextFile,
 )
 from calibrator_service.calibration.states.moments import Sums
-from calibrator_service.calibration.text import stream
+from calibrator_service.calibration.text import engine_writer, stream
 from shared.engine.engine import Engine
 from shared.errors import Cancelled, Corrupt, InvalidInput
 from shared.ladder.artefact import pack_ladder, unpack_ladder
@@ -61,9 +62,24 @@ def assert_same_but_for_rounding(found: CalibrationResult, expected: Calibration
 def finished(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
     heard: list[Progress] = []
     folder = tmp_path_factory.mktemp("finished")
+    report, receive = engine_writer.EngineWriter._report, engine_writer._EngineAnswer.receive
+    reported, first_events = threading.Event(), iter(range(30))
+
+    def reporting(self: Any, *given: Any) -> None:
+        report(self, *given)
+        reported.set()
+
+    def receiving(self: Any, event: Any) -> None:
+        receive(self, event)
+        if next(first_events, None) is not None:
+            reported.clear()
+            reported.wait(1.0)
+
     with pytest.MonkeyPatch.context() as patch:
-        # So that progress is seen on a machine that writes all the text within one poll.
-        patch.setattr("calibrator_service.calibration.text.engine_writer.POLL_S", 0.001)
+        # So that progress is seen on a machine that writes all the text within one poll, or has no time for polls.
+        patch.setattr(engine_writer, "POLL_S", 0.001)
+        patch.setattr(engine_writer.EngineWriter, "_report", reporting)
+        patch.setattr(engine_writer._EngineAnswer, "receive", receiving)
         result = calibrate(base_model, SPEC, work_dir=folder, progress=heard.append)
     return result, heard, folder
 

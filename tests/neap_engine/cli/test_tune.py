@@ -1,7 +1,6 @@
 """`neap tune` shows the report of its measuring process."""
 
 import json
-import os
 import sys
 
 import pytest
