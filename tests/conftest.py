@@ -16,8 +16,6 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # jsonschema would make 38 grammars of it, of a second in each process; no test asks for such a format.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
-# Until all tests are imported, which makes a million objects that stay: collections take a third of that time.
-gc.disable()
 
 # A machine with a GPU may have torch and transformers alone: tests/gpu asks for no more.
 if find_spec("hypothesis"):
@@ -31,15 +29,21 @@ if find_spec("redis") and find_spec("obstore"):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The process that only hands tests out to others needs none of this, and they start once it is ready."""
+    """The process that only hands tests out to others is forked for them, once it has imported the tests."""
     if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
-        gc.enable()
+        if sys.platform.startswith("linux") and not config.option.collectonly:
+            from tests.forked_workers import fork_workers
+
+            fork_workers(config)
         return
+    # Until all tests are imported, which makes a million objects that stay: collections take a third of that time.
+    gc.disable()
     import torch
     import transformers
 
     # Tiny models: a second thread costs more than it brings, most of all beside other work.
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # imports what it needs
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 

@@ -94,6 +94,7 @@ def test_a_product_waits_for_room_to_be_saved(service):
     assert not end.HasField("failure")
 
 
+@pytest.mark.full
 def test_a_product_that_cannot_be_published_waits_visibly_until_it_is_retried(start_service):
     service = start_service(
         patch="from shared.errors import PreconditionFailed\n"
@@ -112,6 +113,7 @@ def test_a_product_that_cannot_be_published_waits_visibly_until_it_is_retried(st
     assert service.end_of(job).state == pb.STATE_SUCCEEDED
 
 
+@pytest.mark.full
 def test_a_service_killed_right_after_publishing_publishes_once(start_service):
     service = start_service(
         patch="import os\n"

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from typer.testing import CliRunner, Result
 
@@ -13,6 +14,7 @@ def neap(service: Service, *arguments: str) -> Result:
     return CliRunner().invoke(app, [*arguments, "--calibrator", service.target])
 
 
+@pytest.mark.full
 def test_a_detached_job_is_listed_cancelled_and_watched(service, tmp_path):
     (tmp_path / "prompts.txt").write_text("wait\n")
     prompts = ["--prompts", str(tmp_path / "prompts.txt")]

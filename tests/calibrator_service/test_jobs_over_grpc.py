@@ -40,6 +40,7 @@ def test_job_from_create_to_published(service):
     wait_until(lambda: not list((service.folder / "calibrator" / "work").iterdir()))
 
 
+@pytest.mark.full
 def test_request_id_names_one_job(service):
     job = service.create()
     assert service.create().calibration_id == job.calibration_id
@@ -70,6 +71,7 @@ def test_cancelling_a_running_job(service, behaviour):
     wait_until(lambda: not service.job_processes())
 
 
+@pytest.mark.full
 def test_cancelling_a_waiting_job_and_an_ended_one(service):
     first = service.create("wait", "first")
     second = service.create("", "second")

@@ -151,13 +151,18 @@ def flags_of(command) -> dict[str, bool]:
     }
 
 
+@cache
+def neap():
+    return typer.main.get_command(app)
+
+
 def subcommands(command) -> dict:
     return getattr(command, "commands", {})
 
 
 def check_command_line(words: list[str]) -> None:
     """Walk the commands along `words`. Raises AssertionError for a command or a flag that does not exist."""
-    command = typer.main.get_command(app)
+    command = neap()
     path = ["neap"]
     known = flags_of(command)
     rest = iter(words)
@@ -204,7 +209,7 @@ def test_command_lines_are_found():
 def all_flags() -> set[str | None]:
     """Flags of `neap`, of both services and of the programs in bench/."""
     flags = {flag_of(kind, name) for kind in SERVICES.values() for name in kind.model_fields}
-    commands = [typer.main.get_command(app)]
+    commands = [neap()]
     for command in commands:  # grows while it is walked
         flags.update(flags_of(command))
         commands += subcommands(command).values()

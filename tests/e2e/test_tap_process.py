@@ -12,7 +12,6 @@ from inference_service.servicer import SERVICE_NAME
 from shared.rpc.callers import Role
 from shared.traffic.traffic import open_traffic
 from tests.generation import answer, request_of
-from tests.tiers import tiered
 from tests.tokens import bearer, write_tokens
 from tests.waiting import wait_until
 from tests.worker import build_tokenizer, save_model
@@ -21,7 +20,8 @@ from tests.worker_process import worker_process
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("ends_by", tiered([signal.SIGTERM, signal.SIGKILL], {signal.SIGTERM}))
+@pytest.mark.full
+@pytest.mark.parametrize("ends_by", [signal.SIGTERM, signal.SIGKILL])
 def test_what_waits_is_written_at_the_end_or_lost_whole(tmp_path: Path, ends_by: signal.Signals) -> None:
     model, registry, key = save_model(tmp_path / "model"), tmp_path / "registry", tmp_path / "key"
     key.write_text("ab" * 32)

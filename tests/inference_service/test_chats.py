@@ -19,6 +19,7 @@ from shared.blocking import BlockingPool
 from shared.chat.formats import call_format
 from shared.constraints.constraint import Constraint
 from shared.engine.request.prompt import encode_prompt
+from shared.engine.step import Decoder
 from shared.registry.factory import open_registry
 from tests.chats import TEMPLATES, build_chat_model
 from tests.fixed_costs import fixed_cost_engine
@@ -113,11 +114,27 @@ def test_a_call_that_is_required_is_there_and_exact_gives_the_tokens_of_full(stu
     assert exits["grammar"] > 10
 
 
+def in_pieces(stub, request):
+    """The events of a call whose reader is not behind: it would get few pieces. A step waits for the last one's reader,
+    but not for long, because not every step has an event."""
+    with pytest.MonkeyPatch.context() as patch:
+        step, read = Decoder.step, threading.Semaphore(0)
+
+        def after_the_reader(self, sequences):
+            read.acquire(timeout=0.1)
+            return step(self, sequences)
+
+        patch.setattr(Decoder, "step", after_the_reader)
+        for event in stub.Generate(request, timeout=60):
+            yield event
+            read.release()
+
+
 def test_a_call_goes_on_where_another_worker_ended(stub, worker):
     """Reasoning, text and calls are pieced together at any seam, inside tags and characters."""
     request = request_of(chat=chat(), depth=FULL, sampling=biased(worker), stopping=STOPPING)
-    for _ in range(20):  # a reader who is behind gets few pieces
-        started, *events = stub.Generate(request, timeout=60)
+    for _ in range(20):  # some answers are short
+        started, *events = in_pieces(stub, request)
         if len(events) > 8:
             break
     tokens, *said, finished = message(events)

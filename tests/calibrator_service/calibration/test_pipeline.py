@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from calibrator_service.calibration.spec import (
     TextFile,
 )
 from calibrator_service.calibration.states.moments import Sums
-from calibrator_service.calibration.text import stream
+from calibrator_service.calibration.text import engine_writer, stream
 from shared.engine.engine import Engine
 from shared.errors import Cancelled, Corrupt, InvalidInput
 from shared.ladder.artefact import pack_ladder, unpack_ladder
@@ -61,9 +62,24 @@ def assert_same_but_for_rounding(found: CalibrationResult, expected: Calibration
 def finished(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
     heard: list[Progress] = []
     folder = tmp_path_factory.mktemp("finished")
+    report, receive = engine_writer.EngineWriter._report, engine_writer._EngineAnswer.receive
+    reported, first_events = threading.Event(), iter(range(30))
+
+    def reporting(self: Any, *given: Any) -> None:
+        report(self, *given)
+        reported.set()
+
+    def receiving(self: Any, event: Any) -> None:
+        receive(self, event)
+        if next(first_events, None) is not None:
+            reported.clear()
+            reported.wait(1.0)
+
     with pytest.MonkeyPatch.context() as patch:
-        # So that progress is seen on a machine that writes all the text within one poll.
-        patch.setattr("calibrator_service.calibration.text.engine_writer.POLL_S", 0.001)
+        # So that progress is seen on a machine that writes all the text within one poll, or has no time for polls.
+        patch.setattr(engine_writer, "POLL_S", 0.001)
+        patch.setattr(engine_writer.EngineWriter, "_report", reporting)
+        patch.setattr(engine_writer._EngineAnswer, "receive", receiving)
         result = calibrate(base_model, SPEC, work_dir=folder, progress=heard.append)
     return result, heard, folder
 
@@ -188,6 +204,7 @@ def test_a_proposer_at_the_last_layer_is_refused(base_model):
         resolve(replace(SPEC, draft_vocabulary_size=33), base_model)
 
 
+@pytest.mark.full
 def test_the_draft_vocabulary_has_the_models_most_frequent_choices(finished, base_model, tmp_path):
     spec = replace(SPEC, draft_vocabulary_size=6, max_tokens=2000)
     small = calibrate(base_model, spec, work_dir=tmp_path)
@@ -200,6 +217,7 @@ def test_the_draft_vocabulary_has_the_models_most_frequent_choices(finished, bas
     assert 0 < small.report["proposers"]["depth-2"]["agreement_1"] <= small.report["draft_vocabulary_coverage"]
 
 
+@pytest.mark.full
 def test_given_text_and_the_cosine_label(base_model, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("\n".join(" ".join(f"w{(i * j + j) % 24}" for j in range(200)) for i in range(40)))
@@ -221,6 +239,7 @@ def test_given_text_and_the_cosine_label(base_model, tmp_path):
     }
 
 
+@pytest.mark.full
 def test_heads_learn_chains_from_answers_that_were_given_before(base_model, tmp_path, monkeypatch):
     monkeypatch.setattr("calibrator_service.calibration.plan.MAX_EPOCHS", 30)
     path = tmp_path / "answers.jsonl"
@@ -299,7 +318,8 @@ def test_a_time_budget_that_is_too_short_is_named_as_the_cause(counting):
 
 
 @pytest.mark.usefixtures("_by_tokens")
-@pytest.mark.parametrize("is_given", tiered([False, True], {False}))
+@pytest.mark.full
+@pytest.mark.parametrize("is_given", [False, True])
 def test_a_run_that_is_killed_after_its_time_for_text_continues(counting, tmp_path, is_given):
     learned = []
 

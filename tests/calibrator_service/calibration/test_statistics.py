@@ -303,6 +303,7 @@ def test_a_run_that_is_killed_and_resumed_adds_its_parent_once(first, counting, 
     assert_same_sums(run().statistics, whole.statistics)
 
 
+@pytest.mark.full
 def test_a_share_weighs_the_parents_tokens(first, counting, tmp_path):
     spec = spec_of(write_lines(tmp_path / "second.jsonl", 2))
     half = calibrate(counting, spec, parent=parent_of(first, share=0.5)).statistics

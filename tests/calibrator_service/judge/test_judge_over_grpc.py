@@ -105,6 +105,7 @@ def test_a_trial_survives_the_death_of_its_service_and_ends_in_a_promotion(judgi
     assert history[0].reason.startswith("promote: 1.3")
 
 
+@pytest.mark.full
 def test_what_a_job_publishes_is_tried_before_it_serves(judging):
     wait_until(lambda: acting(judging))
     first = judging.end_of(judging.create(request_id="one", aliases=["fresh"]))

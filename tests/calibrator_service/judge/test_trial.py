@@ -17,6 +17,7 @@ from calibrator_service.judge.trial import (
     Trial,
 )
 from shared.served import NOTHING, Served
+from tests.tiers import tiered
 
 OLD, NEW = 7, 8
 
@@ -108,9 +109,9 @@ def test_where_few_ask_a_block_closes_with_what_it_has():
     assert trial.speed_up == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("letters", ["ab", "abcd"])
-@pytest.mark.parametrize("poison", [0.01, 0.1, 10.0, 100.0])
-@pytest.mark.parametrize("speed_up", [1.0, 1.15, 0.9])
+@pytest.mark.parametrize("letters", tiered(["ab", "abcd"], {"abcd"}))
+@pytest.mark.parametrize("poison", tiered([0.01, 0.1, 10.0, 100.0], {0.01, 100.0}))
+@pytest.mark.parametrize("speed_up", tiered([1.0, 1.15, 0.9], {1.0, 0.9}))
 def test_one_poisoned_worker_of_several_makes_no_wrong_decision(speed_up, poison, letters):
     workers = tuple(letter * 8 for letter in letters)
     wrong = Outcome.PROMOTE if speed_up <= 1.0 else Outcome.ROLL_BACK

@@ -50,19 +50,17 @@ def test_no_alias_of_others_is_set_to_it(published):
     assert (change.alias, change.to_version) == ("latest@legal", 2)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
+def test_no_job_carries_it_to_others(published):
+    """By an alias, to another pool's or to the model's own as their parent."""
+    for spec in (
         pb.CalibrationSpec(served_traffic=pb.ServedTraffic(pool="legal"), aliases=["latest"]),
         pb.CalibrationSpec(served_traffic=pb.ServedTraffic(pool="shop"), parent=pb.ParentRouter(version=2)),
         pb.CalibrationSpec(self_generated=pb.SelfGenerated(), parent=pb.ParentRouter(version=2)),
-    ],
-    ids=["alias", "parent of a pool", "parent of the model"],
-)
-def test_no_job_carries_it_to_others(published, spec):
-    spec.model_id = "tiny"
-    request = pb.CreateCalibrationRequest(request_id="a", spec=spec)
-    assert error_of(lambda: published.calibrations.CreateCalibration(request)).reason == "OTHER_POOL"
+    ):
+        spec.model_id = "tiny"
+        request = pb.CreateCalibrationRequest(request_id="a", spec=spec)
+        error = error_of(lambda request=request: published.calibrations.CreateCalibration(request))
+        assert error.reason == "OTHER_POOL", spec
 
 
 def test_a_job_of_a_pool_moves_the_pools_alias(published):

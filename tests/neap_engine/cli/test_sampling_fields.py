@@ -31,7 +31,10 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def page():
-    return reference_page()
+    """Of the fields alone: to collect the reasons of errors takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("docs.generators.reference.collect_reasons", dict)
+        return reference_page()
 
 
 @pytest.fixture(params=pb.Sampling.DESCRIPTOR.fields, ids=lambda field: field.name)

@@ -1,13 +1,14 @@
 """`neap tune` shows the report of its measuring process."""
 
 import json
-import os
 import sys
 
 import pytest
 
 from neap_engine.cli import tune
 from neap_engine.evaluate.__main__ import parse
+from tests.neap_engine.cli.test_processes import is_alive
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("measured_place")
 
@@ -109,8 +110,7 @@ def test_sigterm_ends_the_process_too(neap, monkeypatch, tmp_path):
     )
     result = neap("tune", *ARGUMENTS, code=130)
     assert "the same command continues from neap-tune.jsonl" in result.stderr
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+    wait_until(lambda: not is_alive(int(pid.read_text())))
 
 
 def test_the_process_is_the_measuring_module(neap, monkeypatch):

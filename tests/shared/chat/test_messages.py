@@ -12,6 +12,7 @@ from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.request.prompt import encode_prompt
 from shared.errors import InvalidInput
 from tests.chats import MARKUP, TEMPLATES, build_chat_model
+from tests.tiers import tiered
 from tests.worker import CHAT_TEMPLATE
 
 CALLS = [
@@ -172,7 +173,7 @@ def test_text_without_calls_is_left_as_it_is():
     assert read(cut, list(" some <th")) == ("some <th", "", [])
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", tiered(TEMPLATES, {"hermes", "mistral"}))
 def test_the_grammar_allows_what_the_template_writes_and_holds_arguments(models, name):
     loaded = models[name]
     known, tags = formats.call_format(loaded), formats.thinking_tags(loaded)

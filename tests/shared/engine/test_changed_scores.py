@@ -17,6 +17,7 @@ from tests.changed_scores import changed
 from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
+from tests.tiers import tiered
 
 PROMPT = (5, 17, 3, 44, 8, 44, 3)
 NUM_NEW = 16
@@ -112,7 +113,7 @@ def half_right(answer: list[int]) -> ScriptedLadder:
     return ScriptedLadder(draft)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", tiered(KINDS, {"all", "bad words", "min_tokens"}))
 def test_answers_are_those_of_a_plain_loop(loaded, answer, name):
     """In one run, drafted, and resumed after any token, beside another request that counts tokens, too."""
     sampling = kinds(answer)[name]
@@ -127,7 +128,7 @@ def test_answers_are_those_of_a_plain_loop(loaded, answer, name):
                 beside.cancel()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", tiered(KINDS, {"bad words"}))
 def test_a_bad_word_may_begin_anywhere(loaded, answer, name):
     """Each pair of neighbours is forbidden in turn: in one run and resumed between its two tokens."""
     text = [PROMPT[-1], *plain_loop(loaded, kinds(answer)[name], set())]

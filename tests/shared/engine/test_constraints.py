@@ -68,8 +68,8 @@ def accepted_of(answer: Generation, proposer: str) -> int:
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *tiered(((name, "greedy") for name in CONSTRAINTS), {("object", "greedy"), ("lark", "greedy")}),
-        *(("object", way) for way in WAYS if way != "greedy"),
+        *tiered(((name, "greedy") for name in CONSTRAINTS), {("lark", "greedy")}),
+        *tiered((("object", way) for way in WAYS if way != "greedy"), {("object", "sampled")}),
         *tiered(((name, "filtered") for name in CONSTRAINTS if name != "object"), ()),
     ],
 )
@@ -308,9 +308,9 @@ def random_schemas(count: int) -> list[dict[str, Any]]:
 
 
 def test_every_complete_answer_to_a_random_schema_is_valid(loaded, ladder):
-    num_complete, num_cut = checked_answers(loaded, ladder, random_schemas(24), 2)
-    assert num_complete + num_cut == 48
-    assert num_complete > 30
+    num_complete, num_cut = checked_answers(loaded, ladder, random_schemas(8), 2)
+    assert num_complete + num_cut == 16
+    assert num_complete > 10
 
 
 @pytest.mark.full

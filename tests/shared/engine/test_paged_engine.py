@@ -115,6 +115,7 @@ def test_exact_is_full_is_the_models_own(own, engine):
         assert 0 < finished.depth.num_accepted < finished.depth.num_drafted
 
 
+@pytest.mark.full
 def test_concurrent_requests_and_cancels_change_no_token_and_leave_no_block(engine):
     """More requests than fit into the budget at once, by two policies, some cancelled while they run."""
     rows = prompts(10)
@@ -150,6 +151,7 @@ def test_concurrent_requests_and_cancels_change_no_token_and_leave_no_block(engi
     assert blocks_taken(engine) == 0
 
 
+@pytest.mark.full
 def test_a_prompt_with_a_cached_prefix_takes_over_blocks(loaded):
     question = (*STEM, 5, 6)
     other = (*STEM, 7, 8, 9)

@@ -16,6 +16,7 @@ from shared.model.sampling import SamplingParams
 from tests.families import BORDER, VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
+from tests.tiers import tiered
 
 PROMPT = (5, 17, 3, 44, 8)
 NUM_NEW = 20
@@ -32,15 +33,8 @@ SAMPLINGS = {
 }
 # What a position does is the family's business, and what a token costs that of the rule: every family under one rule of
 # each kind, and every rule with one family.
-CASES = [
-    *(("llama", name) for name in SAMPLINGS),
-    ("phi3-longrope", "both"),
-    *(
-        pytest.param(name, "both", marks=pytest.mark.full)
-        for name in FAMILIES
-        if name not in ("llama", "phi3-longrope")
-    ),
-]
+CASES = [*(("llama", name) for name in SAMPLINGS), *((name, "both") for name in FAMILIES if name != "llama")]
+USUAL = {("llama", "penalised"), ("llama", "counted and sampled"), ("phi3-longrope", "both")}
 CUTS = (1, 6, BORDER - len(PROMPT) - 1, BORDER - len(PROMPT), BORDER - len(PROMPT) + 1, NUM_NEW - 1)
 
 
@@ -69,7 +63,7 @@ def generated(
     return tokens, finished
 
 
-@pytest.mark.parametrize(("loaded", "way"), CASES, indirect=["loaded"])
+@pytest.mark.parametrize(("loaded", "way"), tiered(CASES, USUAL), indirect=["loaded"])
 @pytest.mark.parametrize("prefix_cache_bytes", [0, None])
 def test_a_continued_answer_is_that_of_an_uninterrupted_run(loaded, way, prefix_cache_bytes):
     """Begun by one policy and continued by the other, at any border and beside others."""
@@ -129,7 +123,7 @@ def test_only_new_tokens_are_counted(engine):
     assert sum(engine.statistics.inter_token_s.counts) == NUM_NEW - 1 + NUM_NEW - 15 - 1
 
 
-@pytest.mark.parametrize(("loaded", "way"), CASES, indirect=["loaded"])
+@pytest.mark.parametrize(("loaded", "way"), tiered(CASES, USUAL), indirect=["loaded"])
 @pytest.mark.parametrize("kv_tokens", [130, 4096], ids=["memory", "places"])
 def test_a_request_that_is_put_back_goes_on_with_the_same_tokens(loaded, way, kv_tokens):
     """Other requests need its memory or its place, several times, and end before it."""

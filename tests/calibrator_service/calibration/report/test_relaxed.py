@@ -117,7 +117,7 @@ def test_an_answer_differs_where_the_engines_does(counting, token):
         ({"budget_s": 100.0, "step_s": 1e6}, PROMPTS_TOGETHER),
         ({"max_tokens": 6 * len(POLICIES) * NUM_NEW}, 6),
         ({"max_tokens": 1}, PROMPTS_TOGETHER),
-        ({"max_new_tokens": 1000}, 20),
+        pytest.param({"max_new_tokens": 1000}, 20, marks=pytest.mark.full),
     ],
 )
 def test_there_are_as_many_answers_as_time_and_text_allow(counting, limits, num_answers):

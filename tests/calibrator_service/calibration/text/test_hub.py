@@ -127,6 +127,7 @@ def answers(served: Hub, disk: Path) -> dict[str, Any]:
     return dict(zip(SOURCES, read(sources, disk, served.url), strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", SOURCES)
 def test_texts_or_reason(answers, what):
     expected, answer = SOURCES[what][1], answers[what]

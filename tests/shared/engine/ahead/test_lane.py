@@ -27,7 +27,6 @@ from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.late_device import LateDevice, late
 from tests.paged import make_runner
 from tests.shared.engine.ahead.test_ahead import answer, ladder_of
-from tests.tiers import tiered
 
 SIZE = 64
 NUM_NEW = 6
@@ -73,7 +72,8 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("seed", tiered([0, 1], {0}))
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [0, 1])
 def test_long_prompts_get_the_tokens_of_full_depth(
     loaded: LoadedModel, seed: int, chunks: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.known_answer import PROMPT, request
 from tests.random_ladder import random_confidence, random_ladder
 from tests.scripted_ladder import ScriptedLadder
+from tests.tiers import tiered
 
 EXACT = DepthPolicy("exact")
 
@@ -143,20 +144,20 @@ def test_streams_go_on_while_a_ladder_is_prepared(loaded):
     assert set(gaps) == {STEPS_PER_SLICE + 1}
 
 
-@pytest.mark.parametrize(
-    "ladder",
-    [
-        exits(token=10**6),
-        exits(probability=float("nan")),
-        exits(probability=1.5),
-        ScriptedLadder(table=lambda context: (-2, 0.9)),
-    ],
-)
-def test_a_ladder_that_fails_its_self_test_is_refused_and_other_requests_go_on(loaded, ladder):
+WRONG = {
+    "an exit's token": exits(token=10**6),
+    "no number": exits(probability=float("nan")),
+    "no probability": exits(probability=1.5),
+    "a table's token": ScriptedLadder(table=lambda context: (-2, 0.9)),
+}
+
+
+@pytest.mark.parametrize("wrong", tiered(WRONG, {"a table's token"}))
+def test_a_ladder_that_fails_its_self_test_is_refused_and_other_requests_go_on(loaded, wrong):
     with measuring_engine(loaded) as engine:
         handle = engine.submit(request(100))
         with pytest.raises(Corrupt) as raised:
-            engine.prepare(ladder)
+            engine.prepare(WRONG[wrong])
         assert raised.value.reason == "SELF_TEST_FAILED"
         assert sum(1 for _ in handle.events()) == 101
         engine.prepare(exits())

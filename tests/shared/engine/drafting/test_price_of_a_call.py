@@ -18,7 +18,6 @@ from shared.model.paged_runner import PagedRunner
 from shared.model.runner import Runner
 from shared.ops.chains import Chains
 from tests.recorders import TracingRecorder
-from tests.tiers import tiered
 
 
 class H100(CostMeter):
@@ -37,7 +36,8 @@ class H100(CostMeter):
         return 0.6e-3
 
 
-@pytest.mark.parametrize(("num_requests", "least"), tiered([(1, 3.1), (8, 2.4)], {(1, 3.1)}))
+@pytest.mark.full
+@pytest.mark.parametrize(("num_requests", "least"), [(1, 3.1), (8, 2.4)])
 def test_tokens_per_pass_of_an_exit_that_is_right_at_four_of_five(
     num_requests: int, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from tests.families import FAMILIES, VOCABULARY_SIZE, build_family, gemma4
 from tests.fixed_costs import fixed_cost_engine
 from tests.ranks import shared_model
 from tests.scripted_ladder import ScriptedLadder
-from tests.tiers import tiered
 
 NUM_NEW = 16
 PROMPTS = [tuple(range(3, 3 + length)) for length in (40, 6, 3)]
@@ -28,7 +27,8 @@ WITH = (
 NOT_EXACT = {"llama4"}
 
 
-@pytest.mark.parametrize("name", tiered(WITH, {"llama"}))
+@pytest.mark.full
+@pytest.mark.parametrize("name", WITH)
 def test_exact_over_ranks_is_full_and_full_is_that_of_one_process(name, ranks, tmp_path, monkeypatch):
     """Greedy tokens of a random model are no near ties, so rounding in another order does not change them; states
     differ by a part in 100,000 at most. Drafts come from a table and from exits at three depths, some of them wrong,

@@ -92,7 +92,7 @@ def test_a_cpu_multiplies_by_the_files_numbers(name: str, shards: int, tmp_path:
 PROMISED = ("awq of 32", "gptq of whole rows")  # between them all layouts of 4 bits; to try a promise takes seconds
 
 
-@pytest.mark.parametrize("name", tiered(KEPT, PROMISED))
+@pytest.mark.parametrize("name", tiered(KEPT, PROMISED[:1]))
 def test_a_gpu_keeps_four_bits(name: str, tmp_path: Path) -> None:
     settings, _, kinds = KEPT[name]
     wide = save_folder(tmp_path, settings)
@@ -221,13 +221,18 @@ def test_tensors_that_contradict_each_other_are_refused(part: str, tensor: torch
     "settings",
     [
         AWQ | {"version": "gemv"},
-        AWQ | {"version": 1},
-        GPTQ | {"bits": 3},
         GPTQ | {"is_marlin_format": True},
-        GPTQ | {"checkpoint_format": "marlin"},
-        GPTQ | {"group_size": 0},
-        GPTQ | {"group_size": "128"},
-        GPTQ | {"bits": None},
+        *(
+            pytest.param(settings, marks=pytest.mark.full)
+            for settings in (
+                AWQ | {"version": 1},
+                GPTQ | {"bits": 3},
+                GPTQ | {"checkpoint_format": "marlin"},
+                GPTQ | {"group_size": 0},
+                GPTQ | {"group_size": "128"},
+                GPTQ | {"bits": None},
+            )
+        ),
     ],
     ids=str,
 )
