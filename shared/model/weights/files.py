@@ -5,7 +5,7 @@ Files of others are not mapped: if a mapped file is cut, the next access to its 
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,12 @@ class StableFile:
         self._state = _state(status)
         self.size = status.st_size
 
-    def read(self, offset: int, count: int) -> Tensor:
-        """`count` bytes from `offset` on: uint8 [count]. Raises `Corrupt` if the file has fewer."""
+    def read(self, offset: int, count: int, scratch: Callable[[int], Tensor] | None = None) -> Tensor:
+        """`count` bytes from `offset` on: uint8 [count]. `scratch`: gives the memory for so many bytes. Raises
+        `Corrupt` if the file has fewer."""
         if offset < 0 or count < 0 or offset + count > self.size:
             raise corrupt(self.path, f"it ends before byte {offset + count}")
-        data = torch.empty(count, dtype=torch.uint8)
+        data = torch.empty(count, dtype=torch.uint8) if scratch is None else scratch(count)
         array: Any = data.numpy()
         view, done = memoryview(array), 0
         while done < count:
