@@ -5,9 +5,9 @@
 Starts `python -m inference_service` with an empty registry, several times one after another, and asks for its health.
 The first start finds nothing in the folder that starts remember things in; --data-dir keeps that folder. Seconds of a
 processor (user and system) are the worker's own, so other work on the machine changes them little; seconds by the clock
-are from the start of the process. The first answer is asked for as soon as the worker is ready: "token" is when its
-first token has come, from the start of the process, too. Memory, once what follows a start is done, too: the most that was resident (VmHWM),
-and what is resident, of which anonymous memory is the worker's own, and the rest is of mapped files. Linux only.
+are from the start of the process. A first answer is asked for as soon as the worker is ready: "token" is when its token
+has come. Memory, once what follows a start is done, too: the most that was resident (VmHWM), and what is resident, of
+which anonymous memory is the worker's own, and the rest is of mapped files. Linux only.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Imports torch without its meta registrations: what its functions give for tensors without numbers, once more in Python.
+"""Imports torch without its meta registrations: what functions give for tensors without numbers, once more in Python.
 
 They are a quarter of torch's import. A skeleton needs those that torch has in C++, and torch refuses a function that
 has none (NotImplementedError): then `import_metas` imports the others, and the skeleton is made again.

@@ -87,7 +87,7 @@ def test_garbage_is_collected_once_the_models_are_loaded(tmp_path: Path, monkeyp
     )
     gc.disable()  # as the process does while it imports
     try:
-        with pytest.raises(Ready, match="^collects$"):
+        with pytest.raises(Ready, match=r"^collects$"):
             asyncio.run(serve(settings))
     finally:
         gc.enable()

@@ -146,9 +146,7 @@ def verify_timings(runner: Runner, *, most_tokens: int = MAX_PASS_TOKENS) -> Gen
     return smoothed([min(column) for column in zip(*rounds, strict=True)])
 
 
-def _verify_pass(
-    runner: Runner, most_tokens: int, context: int = CONTEXT_TOKENS
-) -> tuple[Callable[[int], None], int]:
+def _verify_pass(runner: Runner, most_tokens: int, context: int = CONTEXT_TOKENS) -> tuple[Callable[[int], None], int]:
     """Runs a pass over so many tokens after `context` cached ones. And the most tokens that there is room for."""
     context = min(context, runner.loaded.context_length // 2)
     widest = min(most_tokens, runner.loaded.context_length - context)

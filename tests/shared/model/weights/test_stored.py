@@ -98,13 +98,18 @@ def test_parts_are_dequantised_by_other_threads_side_by_side(tmp_path: Path, mon
         return rows_of(packed, rows)
 
     monkeypatch.setattr(ops, "packed_rows", wait)
-    count = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(KeyError), parts_side_by_side():
+
+    def multiply() -> None:
+        with parts_side_by_side():
             assert torch.get_num_threads() == 1
             F.linear(torch.randn(3, COLUMNS), LazyWeight(stored))
             raise KeyError
+
+    count = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyError):
+            multiply()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(count)
