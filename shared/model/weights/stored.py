@@ -2,15 +2,12 @@
 
 import copy
 import hashlib
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from shared import ops
@@ -34,23 +31,6 @@ ALL_ROWS = slice(None)
 PART_NUMBERS = 1 << 19
 # Rows that are packed together, and dequantised together if they are asked for together.
 _PANEL = 16
-
-
-_own = threading.local()
-
-
-def read_into_scratch() -> None:
-    """From now on this thread reads blocks that it packs into memory that it keeps until it ends. To ask the system for
-    new pages each time takes as long as packing."""
-    kept = torch.empty(0, dtype=torch.uint8)
-
-    def scratch(count: int) -> Tensor:
-        nonlocal kept
-        if len(kept) < count:
-            kept = torch.empty(count, dtype=torch.uint8)
-        return kept[:count]
-
-    _own.scratch = scratch
 
 
 class Stored(ABC):
@@ -241,13 +221,13 @@ class Blocks(Stored):
         self.device_kind = "" if target_dtype else kind.name
 
     def device_blocks(self) -> Tensor:
-        return self._read_blocks(None)
+        return self._blocks(self._place[0].read)
 
-    def _read_blocks(self, scratch: Callable[[int], Tensor] | None) -> Tensor:
-        file, offset, (rows, columns), kind = self._place
+    def _blocks(self, read: Callable[[int, int], Tensor]) -> Tensor:
+        _, offset, (rows, columns), kind = self._place
         block, block_bytes = GGML_QUANT_SIZES[kind]
         row_bytes = columns // block * block_bytes
-        blocks = file.read(offset, rows * row_bytes, scratch).view(rows, row_bytes)
+        blocks = read(offset, rows * row_bytes).view(rows, row_bytes)
         return blocks if self._row_order is None else blocks[self._row_order]
 
     def pack_ahead(self) -> None:
@@ -291,8 +271,7 @@ class Blocks(Stored):
         return ops.pack_linear(rounded_to(ops.unpack_linear(packed), self._target_dtype))
 
     def _pack_blocks(self, rows: slice = ALL_ROWS) -> Tensor:
-        blocks = self._read_blocks(getattr(_own, "scratch", None))[rows]
-        return ops.pack_blocks(blocks, self._place[3].name, self.columns)
+        return ops.pack_blocks(self._blocks(self._place[0].read_briefly)[rows], self._place[3].name, self.columns)
 
 
 class Joined(Stored):
@@ -377,20 +356,6 @@ class Packed(Stored):
 
     def look_up(self, ids: Tensor) -> Tensor:
         return ops.packed_rows(self.packed, ids)
-
-
-def dequantise(data: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of a GGUF file, whatever its kind: its bytes `data` [*] uint8 -> float32 [*shape].
-    Raises `UnsupportedModel`."""
-    if kind in PLAIN_KINDS:
-        return data.view(PLAIN_KINDS[kind]).float().view(shape)
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    rows = data.numpy().reshape(-1, shape[-1] // block * block_bytes)
-    try:
-        numbers = dequantize(rows, kind)
-    except NotImplementedError as error:
-        raise UnsupportedModel(f"tensors of type {kind.name} cannot be read") from error
-    return torch.from_numpy(np.ascontiguousarray(numbers, np.float32)).view(shape)
 
 
 def rounded_to(numbers: Tensor, dtype: torch.dtype) -> Tensor:

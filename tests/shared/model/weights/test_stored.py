@@ -11,9 +11,9 @@ from gguf.quants import quantize
 from shared import ops
 from shared.model.fingerprint import _tensor_digest
 from shared.model.weights import stored as module
-from shared.model.weights.files import StableFile
+from shared.model.weights.files import StableFile, keep_memory
 from shared.model.weights.lazy import LazyWeight, parts_side_by_side
-from shared.model.weights.stored import Blocks, Plain, Stored, read_into_scratch
+from shared.model.weights.stored import Blocks, Plain, Stored
 
 ROWS, COLUMNS, OFFSET = 40, 64, 7
 
@@ -121,7 +121,7 @@ def test_parts_are_dequantised_by_other_threads_side_by_side(tmp_path: Path, mon
 def test_what_is_packed_from_memory_that_is_used_again_stays(tmp_path: Path, ordered: bool) -> None:
     kinds = (Kind.Q8_0, Kind.Q4_1, Kind.Q8_0)
     matrices = [_stored(tmp_path / str(i), kind, ordered=ordered)[0] for i, kind in enumerate(kinds)]
-    with ThreadPoolExecutor(1, initializer=read_into_scratch) as pool:
+    with ThreadPoolExecutor(1, initializer=keep_memory) as pool:
         packed = [*pool.map(lambda matrix: matrix.pack(), matrices)]
     alone = [_stored(tmp_path / str(i), kind, ordered=ordered)[0].pack() for i, kind in enumerate(kinds)]
     assert all(map(torch.equal, packed, alone))
