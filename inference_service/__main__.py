@@ -3,7 +3,7 @@
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # imports make no garbage
+    gc.disable()  # until the models are loaded: vocabularies are a million objects, and little of it is garbage
 
 import os
 import sys
@@ -204,6 +204,7 @@ async def _serve(settings: WorkerSettings, num_threads: int, processes: RankProc
             )
         identified = [engine.loaded for engine in engines if engine.loaded.identity.is_known]
         await preload(identified)
+        gc.enable()
         servicer.set_ready()
         # The routers of the others follow, once it is known which ones they can have.
         later = [engine.loaded for engine in engines if engine.loaded not in identified]
@@ -391,5 +392,4 @@ def _yielding_to_others(work: Callable[[], object]) -> None:
 
 if __name__ == "__main__":
     gc.freeze()  # no collection looks at what was imported
-    gc.enable()
     sys.exit(main())

@@ -14,6 +14,7 @@ from shared.cpus import usable_cpus
 from shared.errors import Unavailable
 from shared.memory import trim_heap
 from shared.model.parts import setting_of
+from shared.model.weights.files import keep_memory
 from shared.model.weights.lazy import lazy
 from shared.model.weights.quantised import is_plain, quantised_digest
 
@@ -101,7 +102,7 @@ def pack_ahead(model: PreTrainedModel) -> None:
     """Packs what is multiplied from packed blocks, several matrices at once."""
     stored = {id(p): (p.numel(), matrix) for p in model.parameters() if (matrix := lazy(p)) is not None}
     untrimmed = 0
-    with ThreadPoolExecutor(min(usable_cpus(), MAX_AT_ONCE)) as pool:
+    with ThreadPoolExecutor(min(usable_cpus(), MAX_AT_ONCE), initializer=keep_memory) as pool:
         packing = pool.map(lambda matrix: matrix.pack_ahead(), (matrix for _, matrix in stored.values()))
         for (count, _), _ in zip(stored.values(), packing, strict=True):
             untrimmed = _trimmed(untrimmed + count)

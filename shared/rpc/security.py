@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -13,9 +13,11 @@ from prometheus_client.registry import Collector
 from shared.errors import InvalidInput
 from shared.rpc.access import Access
 from shared.rpc.addresses import parse_listen
-from shared.rpc.certificates import ServerCertificate
 from shared.rpc.watched_files import WatchedFiles
 from shared.security_settings import SecuritySettings
+
+if TYPE_CHECKING:
+    from shared.rpc.certificates import ServerCertificate
 
 log = structlog.get_logger("neap.rpc")
 
@@ -24,7 +26,7 @@ log = structlog.get_logger("neap.rpc")
 class ServerSecurity:
     """Without a `certificate` the service uses plain text. The default, no protection, suits a service on loopback."""
 
-    certificate: ServerCertificate | None = None
+    certificate: "ServerCertificate | None" = None
     access: Access = field(default_factory=Access)
 
     @property
@@ -38,12 +40,13 @@ def open_security(settings: SecuritySettings, listen: str) -> ServerSecurity:
     Raises InvalidInput: BAD_CERTIFICATE, BAD_TOKENS_FILE, BAD_CONFIGURATION for files that cannot be used, and
     TOKENS_OVER_PLAIN_TEXT for tokens that would cross a network in plain text.
     """
-    security = ServerSecurity(
-        None
-        if settings.tls_cert is None or settings.tls_key is None
-        else ServerCertificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca),
-        Access(settings.auth_tokens),
-    )
+    certificate = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        # Imported here: most services on loopback have no certificate, and cryptography takes long to import.
+        from shared.rpc.certificates import ServerCertificate
+
+        certificate = ServerCertificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    security = ServerSecurity(certificate, Access(settings.auth_tokens))
     host, _ = parse_listen(listen)
     if security.certificate is None and not is_loopback(host):
         if settings.auth_tokens is not None and not settings.allow_plaintext_tokens:

@@ -1,6 +1,8 @@
 """What a worker refuses to start with."""
 
 import asyncio
+import gc
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import structlog
 import torch
 
 from inference_service.__main__ import _complete, _dialect, _load_engine, serve
+from inference_service.servicer import InferenceServicer
 from shared import configured_model, ops
 from shared.compile_cache import VARIABLES
 from shared.errors import InvalidInput, PreconditionFailed
@@ -69,6 +72,27 @@ def test_what_follows_a_start_ends_with_the_engine(tmp_path: Path) -> None:
     known = load_model(source.source, store=StartStore(tmp_path / "data" / "start-cache", 1 << 30)).facts.earlier
     assert "fingerprint" in known
     assert not any(name.startswith("costs") for name in known)
+
+
+def test_garbage_is_collected_once_the_models_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    collects, set_ready = [], InferenceServicer.set_ready
+
+    def note_and_stop(servicer: InferenceServicer) -> None:
+        set_ready(servicer)
+        collects.append(gc.isenabled())
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(InferenceServicer, "set_ready", note_and_stop)
+    model = ModelSource("tiny", str(write_llama(tmp_path / "tiny.gguf")))
+    settings = WorkerSettings(
+        models=[model], data_dir=tmp_path / "data", registry=str(tmp_path), listen="127.0.0.1:0", kv_budget_mb=16
+    )
+    gc.disable()  # as the process does while it imports
+    try:
+        assert asyncio.run(serve(settings)) == 0
+    finally:
+        gc.enable()
+    assert collects == [True]
 
 
 def test_kernels_are_those_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:

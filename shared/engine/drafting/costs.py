@@ -121,8 +121,8 @@ def pass_timings(runner: Runner) -> Generator[None, None, PassCosts]:
 
 
 def verify_estimate(runner: Runner) -> Generator[None, None, tuple[float, ...]]:
-    """As `verify_timings`, from passes of the least and the most tokens alone."""
-    verify_pass, widest = _verify_pass(runner, MAX_PASS_TOKENS)
+    """As `verify_timings`, from passes of the least and the most tokens alone, without cached ones before them."""
+    verify_pass, widest = _verify_pass(runner, MAX_PASS_TOKENS, 0)
     seconds: dict[int, float] = {}
     for width in (1, widest) * ESTIMATE_REPEATS:
         yield
@@ -146,13 +146,14 @@ def verify_timings(runner: Runner, *, most_tokens: int = MAX_PASS_TOKENS) -> Gen
     return smoothed([min(column) for column in zip(*rounds, strict=True)])
 
 
-def _verify_pass(runner: Runner, most_tokens: int) -> tuple[Callable[[int], None], int]:
-    """Runs a pass over so many tokens after CONTEXT_TOKENS cached ones. And the most tokens that there is room for."""
-    context = min(CONTEXT_TOKENS, runner.loaded.context_length // 2)
+def _verify_pass(runner: Runner, most_tokens: int, context: int = CONTEXT_TOKENS) -> tuple[Callable[[int], None], int]:
+    """Runs a pass over so many tokens after `context` cached ones. And the most tokens that there is room for."""
+    context = min(context, runner.loaded.context_length // 2)
     widest = min(most_tokens, runner.loaded.context_length - context)
     cache = runner.new_cache(context + widest)
     ids = torch.ones(1, context + widest, dtype=torch.long, device=runner.loaded.device)
-    runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
+    if context:
+        runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
 
     def verify_pass(width: int) -> None:
         state = runner.run(ids[:, :width], cache, first=0, last=runner.num_layers, base=context)

@@ -29,9 +29,7 @@ MEMINFO = Path("/proc/meminfo")
 def kv_token_bytes(runner: Runner) -> int:
     """Bytes of the keys and values of one token, over all layers."""
     cache = runner.new_cache(1)
-    token = torch.zeros(1, 1, dtype=torch.long, device=runner.loaded.device)
-    runner.run(token, cache, first=0, last=runner.num_layers, base=0)
-    runner.counters.reset()
+    runner.reserve(cache)
     return cache.kv_bytes // cache.capacity
 
 

@@ -38,7 +38,7 @@ from shared.model.substitution.linear import activation, embedding, gated_mlp, l
 from shared.model.substitution.match import Unsuitable, relative_error
 from shared.model.substitution.reversible import Substitutions
 from shared.model.substitution.row_invariant import Callers, watched
-from shared.model.weights.lazy import lazy
+from shared.model.weights.lazy import lazy, parts_side_by_side
 from shared.model.weights.quantised import quantisation
 
 # Largest relative error of logits. It is larger than that of a module, because tens of layers amplify the errors of the
@@ -310,7 +310,8 @@ def _padded_inputs(model: PreTrainedModel, part: slice) -> dict[str, Tensor]:
 
 def _logits_in_one_pass(model: PreTrainedModel) -> Tensor:
     """The logits [R, 7, V] of `_padded_inputs`, without a cache."""
-    logits: Tensor = model(**_padded_inputs(model, slice(0, 7)), use_cache=False).logits
+    with parts_side_by_side():
+        logits: Tensor = model(**_padded_inputs(model, slice(0, 7)), use_cache=False).logits
     logits[1, :2] = 0  # the logits of padding are arbitrary
     return logits
 

@@ -5,7 +5,8 @@ Files of others are not mapped: if a mapped file is cut, the next access to its 
 
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,27 @@ from shared.errors import Corrupt, Unavailable
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 # One call of `preadv` reads less than 2 GiB.
 LARGEST_READ = 1 << 30
+
+
+_own = threading.local()
+
+
+def keep_memory() -> None:
+    """From now on this thread's `read_briefly` reads into memory that is kept until the thread ends. To ask the system
+    for new pages each time takes as long as packing what was read."""
+    kept = _new(0)
+
+    def memory(count: int) -> Tensor:
+        nonlocal kept
+        if len(kept) < count:
+            kept = _new(count)
+        return kept[:count]
+
+    _own.memory = memory
+
+
+def _new(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8)
 
 
 def corrupt(path: str | Path, why: str) -> Corrupt:
@@ -51,9 +73,16 @@ class StableFile:
 
     def read(self, offset: int, count: int) -> Tensor:
         """`count` bytes from `offset` on: uint8 [count]. Raises `Corrupt` if the file has fewer."""
+        return self._read(offset, count, _new)
+
+    def read_briefly(self, offset: int, count: int) -> Tensor:
+        """As `read`. In a thread that has called `keep_memory` the bytes stay until it reads the next ones so."""
+        return self._read(offset, count, getattr(_own, "memory", _new))
+
+    def _read(self, offset: int, count: int, memory: Callable[[int], Tensor]) -> Tensor:
         if offset < 0 or count < 0 or offset + count > self.size:
             raise corrupt(self.path, f"it ends before byte {offset + count}")
-        data = torch.empty(count, dtype=torch.uint8)
+        data = memory(count)
         array: Any = data.numpy()
         view, done = memoryview(array), 0
         while done < count:

@@ -20,6 +20,8 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers import modeling_gguf_pytorch_utils as checkpoints
@@ -34,7 +36,7 @@ from shared.model.weights.gguf_rope import rope_scaling
 from shared.model.weights.gguf_tokenizer import end_token_ids, remembered_merges, split_as_the_file_says
 from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.reading import CheckpointFiles, Replacement, replaced
-from shared.model.weights.stored import BLOCK_KINDS, PLAIN_KINDS, Blocks, Joined, Plain, Stacked, Stored, dequantise
+from shared.model.weights.stored import BLOCK_KINDS, PLAIN_KINDS, Blocks, Joined, Plain, Stacked, Stored
 
 header_reader: Any
 try:
@@ -226,7 +228,7 @@ class GgufModel:
     def _weights(self, name: str) -> np.ndarray:
         entry = self._entries[name]
         data = entry.file.read(entry.offset, entry.num_bytes)
-        return dequantise(data, entry.kind, entry.shape).numpy()
+        return _dequantise(data, entry.kind, entry.shape).numpy()
 
     def _weights_map(self, *args: Any, **options: Any) -> "_NotingNames":
         """As transformers' `get_gguf_hf_weights_map`, which calls itself for each module within a module."""
@@ -289,6 +291,20 @@ class GgufModel:
     def _dequantise(self, names: Iterable[str], why: str) -> None:
         self._read_as_numbers |= set(names)
         self._checkpoint.dequantised.update(dict.fromkeys(names, why))
+
+
+def _dequantise(data: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of a GGUF file, whatever its kind: its bytes `data` [*] uint8 -> float32 [*shape].
+    Raises `UnsupportedModel`."""
+    if kind in PLAIN_KINDS:
+        return data.view(PLAIN_KINDS[kind]).float().view(shape)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    rows = data.numpy().reshape(-1, shape[-1] // block * block_bytes)
+    try:
+        numbers = dequantize(rows, kind)
+    except NotImplementedError as error:
+        raise UnsupportedModel(f"tensors of type {kind.name} cannot be read") from error
+    return torch.from_numpy(np.ascontiguousarray(numbers, np.float32)).view(shape)
 
 
 def _may_be_counting_numbers(tensor: Tensor) -> bool:

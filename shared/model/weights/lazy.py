@@ -6,7 +6,10 @@ time. A look-up of rows, as in an embedding, reads only these. A matmul as in a 
 time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shared.model.weights.stored import Joined, Stacked, Stored
 
+_POOL: ContextVar[ThreadPoolExecutor | None] = ContextVar("neap_parts", default=None)
 _ALIASES = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default])
 
 
@@ -93,10 +97,30 @@ def _by_parts(x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor |
     stored = lazy(turned)
     if stored is None or not stored.transposed or isinstance(x, LazyWeight) or turned.dim() != 2:
         return None
-    # The matrix as the left operand: else threads share the sums of a short product, and wait for each other.
-    rows = x.reshape(-1, x.shape[-1]).T
-    out = torch.cat([part @ rows for part in stored.row_parts()]).T.reshape(*x.shape[:-1], -1).contiguous()
+    rows = x.reshape(-1, x.shape[-1])
+    if (pool := _POOL.get()) is not None:
+        products = pool.map(lambda read: rows @ read().T, stored.row_readers())
+        out = torch.cat([*products], 1).reshape(*x.shape[:-1], -1)
+    else:
+        # The matrix as the left operand: else threads share the sums of a short product, and wait for each other.
+        out = torch.cat([part @ rows.T for part in stored.row_parts()]).T.reshape(*x.shape[:-1], -1).contiguous()
     return out if bias is None else out + bias
+
+
+@contextmanager
+def parts_side_by_side() -> Iterator[None]:
+    """Within it, each part of a matrix is dequantised and multiplied by one thread, so that threads do not wait for
+    each other at every part. What torch computes beside that is computed by one thread.
+    """
+    count = torch.get_num_threads()
+    with ThreadPoolExecutor(count, "neap-parts") as pool:
+        before = _POOL.set(pool)
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(count)
+            _POOL.reset(before)
 
 
 _MATMULS: dict[Any, Any] = {

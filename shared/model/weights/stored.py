@@ -3,12 +3,11 @@
 import copy
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from shared import ops
@@ -27,9 +26,9 @@ PLAIN_KINDS = {
 # The dtypes of the kernels' matrices.
 LAZY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_ROWS = slice(None)
-# A matrix is dequantised in parts of so many numbers where it need not be whole: an embedding takes a gigabyte, and a
-# part stays in the processor's caches.
-PART_NUMBERS = 1 << 20
+# A matrix is dequantised in parts of so many numbers where it need not be whole: an embedding takes a gigabyte. A part
+# stays in the processor's caches, and in memory that is used again: the C library asks the system for more.
+PART_NUMBERS = 1 << 19
 # Rows that are packed together, and dequantised together if they are asked for together.
 _PANEL = 16
 
@@ -91,9 +90,13 @@ class Stored(ABC):
         for part in self.parts:
             part.pack_ahead()
 
+    def row_readers(self) -> Iterator[Callable[[], Tensor]]:
+        """What gives the rows of `dequantised_rows` in their order, in parts [*, K]. Several threads may call them."""
+        yield self.dequantised_rows
+
     def row_parts(self) -> Iterator[Tensor]:
-        """The rows of `dequantised_rows` in their order, in parts [*, K]."""
-        yield self.dequantised_rows()
+        """What `row_readers` give."""
+        return (read() for read in self.row_readers())
 
     def turned(self) -> "Stored":
         """The same matrix, held by a model as the transpose of what this one holds."""
@@ -153,19 +156,22 @@ class Plain(Stored):
         row_bytes = columns * dtype.itemsize
         return file.read(offset + first * row_bytes, count * row_bytes).view(dtype).view(count, -1)
 
-    def _read_parts(self) -> Iterator[Tensor]:
-        """The rows of `_read` in their order, in parts."""
+    def _part_readers(self) -> Iterator[Callable[[], Tensor]]:
+        """What gives the rows of `_read` in their order, in parts."""
         if self._row_order is not None:
-            yield self._read()
+            yield self._read
             return
         for rows in row_ranges(self):
-            yield self._read_rows(int(rows[0]), len(rows))
+            yield partial(self._read_rows, int(rows[0]), len(rows))
 
     def dequantised_rows(self) -> Tensor:
         return self.read().float()
 
-    def row_parts(self) -> Iterator[Tensor]:
-        return (rounded_to(part, self._target_dtype).float() for part in self._read_parts())
+    def row_readers(self) -> Iterator[Callable[[], Tensor]]:
+        return (
+            lambda read=read: rounded_to(read(), self._target_dtype).float()  # type: ignore[misc]
+            for read in self._part_readers()
+        )
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         name = name_of(self._place[0], self._place[1], self.format, rows, self._row_order)
@@ -188,7 +194,7 @@ class Plain(Stored):
         if self.transposed:
             yield self.rounded()
         else:
-            yield from (part.to(torch.bfloat16) for part in self._read_parts())
+            yield from (read().to(torch.bfloat16) for read in self._part_readers())
 
 
 class Blocks(Stored):
@@ -215,10 +221,13 @@ class Blocks(Stored):
         self.device_kind = "" if target_dtype else kind.name
 
     def device_blocks(self) -> Tensor:
-        file, offset, (rows, columns), kind = self._place
+        return self._blocks(self._place[0].read)
+
+    def _blocks(self, read: Callable[[int, int], Tensor]) -> Tensor:
+        _, offset, (rows, columns), kind = self._place
         block, block_bytes = GGML_QUANT_SIZES[kind]
         row_bytes = columns // block * block_bytes
-        blocks = file.read(offset, rows * row_bytes).view(rows, row_bytes)
+        blocks = read(offset, rows * row_bytes).view(rows, row_bytes)
         return blocks if self._row_order is None else blocks[self._row_order]
 
     def pack_ahead(self) -> None:
@@ -228,9 +237,9 @@ class Blocks(Stored):
     def dequantised_rows(self) -> Tensor:
         return ops.unpack_linear(self.pack())
 
-    def row_parts(self) -> Iterator[Tensor]:
+    def row_readers(self) -> Iterator[Callable[[], Tensor]]:
         packed = self.pack()
-        return (ops.packed_rows(packed, rows) for rows in row_ranges(self))
+        return (partial(ops.packed_rows, packed, rows) for rows in row_ranges(self))
 
     def look_up(self, ids: Tensor) -> Tensor:
         file, offset, (_, columns), kind = self._place
@@ -262,7 +271,7 @@ class Blocks(Stored):
         return ops.pack_linear(rounded_to(ops.unpack_linear(packed), self._target_dtype))
 
     def _pack_blocks(self, rows: slice = ALL_ROWS) -> Tensor:
-        return ops.pack_blocks(self.device_blocks()[rows], self._place[3].name, self.columns)
+        return ops.pack_blocks(self._blocks(self._place[0].read_briefly)[rows], self._place[3].name, self.columns)
 
 
 class Joined(Stored):
@@ -337,8 +346,8 @@ class Packed(Stored):
     def dequantised_rows(self) -> Tensor:
         return ops.unpack_linear(self.packed)
 
-    def row_parts(self) -> Iterator[Tensor]:
-        return (self.look_up(rows) for rows in row_ranges(self))
+    def row_readers(self) -> Iterator[Callable[[], Tensor]]:
+        return (partial(self.look_up, rows) for rows in row_ranges(self))
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         if rows == ALL_ROWS:
@@ -347,20 +356,6 @@ class Packed(Stored):
 
     def look_up(self, ids: Tensor) -> Tensor:
         return ops.packed_rows(self.packed, ids)
-
-
-def dequantise(data: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of a GGUF file, whatever its kind: its bytes `data` [*] uint8 -> float32 [*shape].
-    Raises `UnsupportedModel`."""
-    if kind in PLAIN_KINDS:
-        return data.view(PLAIN_KINDS[kind]).float().view(shape)
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    rows = data.numpy().reshape(-1, shape[-1] // block * block_bytes)
-    try:
-        numbers = dequantize(rows, kind)
-    except NotImplementedError as error:
-        raise UnsupportedModel(f"tensors of type {kind.name} cannot be read") from error
-    return torch.from_numpy(np.ascontiguousarray(numbers, np.float32)).view(shape)
 
 
 def rounded_to(numbers: Tensor, dtype: torch.dtype) -> Tensor:

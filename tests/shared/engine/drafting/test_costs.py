@@ -139,3 +139,5 @@ def test_a_first_start_begins_with_an_estimate_from_two_sizes(monkeypatch: pytes
     found = RememberingMeter().measure_passes(runner)
     assert found.verify == pytest.approx([10.5 + 0.5 * index for index in range(costs.MAX_PASS_TOKENS)])
     assert repeat[0] == 2 * costs.ESTIMATE_REPEATS
+    passes = costs.ESTIMATE_REPEATS * (1 + costs.MAX_PASS_TOKENS)
+    assert runner.counters.token_layers == passes * runner.num_layers  # and none to fill a cache

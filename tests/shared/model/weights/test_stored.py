@@ -1,3 +1,5 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,8 @@ from gguf.quants import quantize
 from shared import ops
 from shared.model.fingerprint import _tensor_digest
 from shared.model.weights import stored as module
-from shared.model.weights.files import StableFile
-from shared.model.weights.lazy import LazyWeight
+from shared.model.weights.files import StableFile, keep_memory
+from shared.model.weights.lazy import LazyWeight, parts_side_by_side
 from shared.model.weights.stored import Blocks, Plain, Stored
 
 ROWS, COLUMNS, OFFSET = 40, 64, 7
@@ -76,7 +78,50 @@ def test_a_product_and_a_digest_do_without_the_whole_matrix(
             with torch.inference_mode(inference):
                 out = F.linear(x, held, bias)
             torch.testing.assert_close(out, F.linear(x, weight, bias))
+        with parts_side_by_side():
+            torch.testing.assert_close(F.linear(x, held, bias), F.linear(x, weight, bias))
     assert _tensor_digest(held) == _tensor_digest(weight)
     if isinstance(stored, Blocks) or not ordered:
         assert [len(part) for part in stored.row_parts()] == [16, 16, 8]
     file.close()
+
+
+def test_parts_are_dequantised_by_other_threads_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, file = _stored(tmp_path / "weights", Kind.Q8_0, ordered=False)
+    monkeypatch.setattr(module, "PART_NUMBERS", 16 * COLUMNS)
+    meet, rows_of, names = threading.Barrier(2, timeout=60), ops.packed_rows, []
+
+    def wait(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        names.append(threading.current_thread().name)
+        if len(rows) == 16:  # two of three parts
+            meet.wait()
+        return rows_of(packed, rows)
+
+    monkeypatch.setattr(ops, "packed_rows", wait)
+
+    def multiply() -> None:
+        with parts_side_by_side():
+            assert torch.get_num_threads() == 1
+            F.linear(torch.randn(3, COLUMNS), LazyWeight(stored))
+            raise KeyError
+
+    count = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyError):
+            multiply()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(count)
+    assert [name.startswith("neap-parts") for name in names] == [True] * 3
+    file.close()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_is_packed_from_memory_that_is_used_again_stays(tmp_path: Path, ordered: bool) -> None:
+    kinds = (Kind.Q8_0, Kind.Q4_1, Kind.Q8_0)
+    matrices = [_stored(tmp_path / str(i), kind, ordered=ordered)[0] for i, kind in enumerate(kinds)]
+    with ThreadPoolExecutor(1, initializer=keep_memory) as pool:
+        packed = [*pool.map(lambda matrix: matrix.pack(), matrices)]
+    alone = [_stored(tmp_path / str(i), kind, ordered=ordered)[0].pack() for i, kind in enumerate(kinds)]
+    assert all(map(torch.equal, packed, alone))
