@@ -16,8 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shared.late_metas import import_metas, import_without_metas
-
 _COMPILER = "torch._dynamo"
 # The one module of the compiler that transformers runs, to make masks. It needs none of the others.
 _NEEDED = f"{_COMPILER}._trace_wrapped_higher_order_op"
@@ -49,7 +47,6 @@ _LISTING = "transformers.utils.import_utils"
 
 def import_transformers_lightly() -> None:
     """Does nothing for what is imported already."""
-    import_without_metas()
     import torch
 
     if _COMPILER not in sys.modules:
@@ -159,7 +156,6 @@ class _LateModule(ModuleType):
         spec = self.__spec__
         assert spec is not None
         assert spec.loader is not None
-        import_metas()
         self.__class__ = ModuleType  # type: ignore[assignment]  # this object becomes the module
         self.__path__, self.__file__ = list(spec.submodule_search_locations or ()), spec.origin
         spec.loader.exec_module(self)

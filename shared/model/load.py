@@ -16,7 +16,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from shared.errors import Exhausted, InvalidInput, NeapError, PreconditionFailed, UnsupportedModel
-from shared.late_metas import import_metas
 from shared.memory import release_free_memory
 from shared.model.cache import is_out_of_memory
 from shared.model.dtypes import sixteen_bits
@@ -278,13 +277,7 @@ def _build(where: Mapping[str, Any], dtype: torch.dtype | str, sharding: Any = N
     weights: dict[str, Any] = {} if "gguf_file" in where else {"use_safetensors": True}
     if sharding is not None:
         weights["distributed_config"] = sharding
-    build = partial(AutoModelForCausalLM.from_pretrained, **where, **weights, dtype=dtype, output_loading_info=True)
-    try:
-        loaded: Any = build()
-    except NotImplementedError:
-        if not import_metas():  # which its skeleton may need
-            raise
-        loaded = build()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **weights, dtype=dtype, output_loading_info=True)
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
