@@ -34,9 +34,9 @@ NODE = ["openai", "ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod"]
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """The arguments of a program: the gateway's URL, and fields of a body that make a random model end. It says "hello"
-    until the penalty lets it stop, and writes no property that need not be there."""
+    until the penalty lets it stop, which is never its first token, and writes no property that need not be there."""
     hello, closing = build_tokenizer().convert_tokens_to_ids(["hello", "}"])
-    bias = {str(hello): 50, str(EOS): 45, str(closing): 40}
+    bias = {str(hello): 60, str(EOS): 45, str(closing): 40}
     with chat_gateway(HERMES, tmp_path_factory.mktemp("registry")) as gateway:
         yield [gateway.url, json.dumps({"logit_bias": bias, "frequency_penalty": 2})]
 
