@@ -20,7 +20,7 @@ from shared.registry.factory import open_registry
 from tests.worker import EOS, build_model, build_tokenizer, serving
 
 REQUESTS = [
-    WriteRequest((40 + i, 60, 70), 12, temperature=float(i % 2), top_p=0.9, seed=i, stop_loops=False) for i in range(20)
+    WriteRequest((40 + i, 60, 70), 24, temperature=float(i % 2), top_p=0.9, seed=i, stop_loops=False) for i in range(20)
 ]
 NOWHERE = "127.0.0.1:9"
 

@@ -175,7 +175,7 @@ def test_a_step_is_three_replays_and_two_copies_and_waits_only_for_the_step_befo
             prefix_cache_bytes=0,
             runner_of=lambda model, _: PagedRunner(model, kv_budget_bytes=1 << 24, recorder=device),
         ) as engine:
-            request = GenerationRequest((5, 6, 7), stopping=StoppingParams(max_tokens=18, ignore_eos=True))
+            request = GenerationRequest((5, 6, 7), stopping=StoppingParams(max_tokens=30, ignore_eos=True))
             for each in [engine.submit(request) for _ in range(count)]:
                 answer(engine, each, None)
     assert len(steps) > 10

@@ -63,13 +63,13 @@ def has_ended(events: list[Any]) -> bool:
 
 def test_logits_that_are_not_finite_end_no_other_request(loaded: LoadedModel) -> None:
     ladder = random_ladder(loaded, 1, depths=(0,), agreement=0.5)
-    sound = [request((5, 6, 7 + number), 8, EXACT) for number in range(2)]
+    sound = [request((5, 6, 7 + number), 20, EXACT) for number in range(3)]
     with paged(loaded, ladder) as engine:
         wanted = [list(engine.generate(each).token_ids) for each in sound]
         with torch.no_grad():
             loaded.model.get_input_embeddings().weight[3] = torch.nan
         company = [submit(engine, each) for each in sound]
-        culprit = submit(engine, request((4, 3, 4), 8, EXACT))
+        culprit = submit(engine, request((4, 3, 4), 20, EXACT))
         wait_until(lambda: all(map(has_ended, [*company, culprit])))
         assert [getattr(event, "reason", "") for event in culprit[-2:-1]] == ["NON_FINITE_LOGITS"]
         assert culprit.count(None) == 1
