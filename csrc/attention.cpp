@@ -25,7 +25,7 @@ Queries queries_of(const Tensor& q, int64_t begin, int64_t count, float* out) {
 void attend_split(AttentionArgs args) {
   const Kernels& kernels = neap::kernels();
   const int64_t items = num_items(args), blocks = num_blocks(args), scratch = kernels.attention_scratch(args);
-  const int64_t padded_width = (args.value_width + kPanel - 1) / kPanel * kPanel;
+  const int64_t padded_width = ceil_div(args.value_width, kPanel) * kPanel;
   Tensor partials = empty({items, blocks, tile_queries(args) * (args.heads / args.kv_heads), kPanel + padded_width});
   args.partials = mutable_floats(partials);
   parallel(items * blocks, num_flops(args),

@@ -74,10 +74,8 @@ AttentionArgs attention_args(const Queries& queries, const T& k, const T& v, Dty
 inline int64_t tile_queries(const AttentionArgs& a) {
   return std::max<int64_t>(1, kQueryRows / (a.heads / a.kv_heads));
 }
-inline int64_t num_items(const AttentionArgs& a) {
-  return a.batch * a.kv_heads * ((a.queries + tile_queries(a) - 1) / tile_queries(a));
-}
-inline int64_t num_blocks(const AttentionArgs& a) { return (a.keys + kKeyBlock - 1) / kKeyBlock; }
+inline int64_t num_items(const AttentionArgs& a) { return a.batch * a.kv_heads * ceil_div(a.queries, tile_queries(a)); }
+inline int64_t num_blocks(const AttentionArgs& a) { return ceil_div(a.keys, kKeyBlock); }
 inline double num_flops(const AttentionArgs& a) {
   return (double)a.batch * a.heads * a.queries * a.keys * (a.width + a.value_width);
 }

@@ -8,8 +8,6 @@ namespace neap::binding {
 
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 std::tuple<Tensor, Tensor, Tensor> draft_top(Tensor x, Tensor rows, std::optional<Tensor> bias, int64_t k) {
   const Call call("draft_top", x);
   const float* inputs = call.floats("x", x, {-1, -1});

@@ -53,7 +53,7 @@ void Layer::lay_out(Arena* arena, int64_t width, int64_t intermediate) {
     problem.q_column = 1;
     problem.out = attended + from * out.in_features;
     from += problem.queries;
-    const int64_t padded_width = (problem.value_width + kPanel - 1) / kPanel * kPanel;
+    const int64_t padded_width = ceil_div(problem.value_width, kPanel) * kPanel;
     if (split_keys)
       problem.partials = arena->take(num_items(problem) * num_blocks(problem) * tile_queries(problem) *
                                      (problem.heads / problem.kv_heads) * (kPanel + padded_width));

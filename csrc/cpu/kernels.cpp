@@ -13,13 +13,13 @@ namespace neap::NEAP_ISA {
 
 namespace {
 
-template <bool kByBlocks>
+template <bool kBlocks>
 constexpr Kernels table_of(const char* name) {
   return {
       .name = name,
       .dequantise = dequantise,
       .linear_items = linear_items,
-      .linear = linear<kByBlocks>,
+      .linear = linear<kBlocks>,
       .row_norm = row_norm,
       .activate = activate_numbers,
       .rotary = rotary,
@@ -45,11 +45,6 @@ constexpr Kernels table_of(const char* name) {
 }  // namespace
 
 const Kernels& table() {
-#if defined(NEAP_AVX512VNNI)
-  constexpr bool kByBlocks = false;  // amx_table's are
-#else
-  constexpr bool kByBlocks = true;
-#endif
   static constexpr Kernels kernels = table_of<kByBlocks>(NEAP_STRINGIFY(NEAP_ISA));
   return kernels;
 }

@@ -13,7 +13,7 @@ using namespace gpu;
 
 namespace {
 
-unsigned blocks_of(int64_t items, int64_t each) { return (unsigned)((items + each - 1) / each); }
+unsigned blocks_of(int64_t items, int64_t each) { return (unsigned)ceil_div(items, each); }
 
 }  // namespace
 

@@ -18,17 +18,16 @@ class Confidence {
   // The drafts of a position that count, each with the probability that it is right, corrected by what was served; the
   // best first.
   std::vector<Rated> rated(const std::vector<Draft>& drafts) const;
-  // By what probabilities are corrected.
-  double ratio(Case in_case, int proposer) const { return sums_[in_case][proposer].ratio; }
-  int num_proposers() const { return (int)sums_[0].size(); }
+  const Correction& correction(Case in_case, int proposer) const { return fits_[in_case][proposer].correction; }
+  int num_proposers() const { return (int)any_.size(); }
   // By what the probabilities of an exit's confidence head have to be scaled, whatever the tables say.
-  double factor(int proposer) const { return ratio(kAnyExit, proposer); }
+  double factor(int proposer) const { return any_[proposer].ratio; }
   // What a pass has shown of a position: `token` was the full model's choice.
   void record(const Draft* drafts, int count, int32_t token);
 
   // By what the gain that is expected of asking an exit has to be scaled: exits are asked where tables are unsure, and
   // are right there less often than elsewhere.
-  double asked_factor(int proposer) const { return ratio(kAsked, proposer); }
+  double asked_factor(int proposer) const { return asked_[proposer].ratio; }
   // An exit was asked, which was expected to make the draft more probable by `expected`. `gained`: 1 if the draft
   // became right by it, -1 if it became wrong.
   void record_asked(int proposer, double expected, int gained);
@@ -36,11 +35,19 @@ class Confidence {
   void record_unasked(int proposer);
 
  private:
+  // A correction by the last drafts: each moves it by a Newton step of its logistic loss (Platt's scaling, online).
+  // The sums are the loss's second derivatives.
+  struct Fit {
+    Correction correction;
+    double of_constant = 0.0, of_both = 0.0, of_weight = 0.0;
+    void add(double said, bool is_right);
+  };
   struct Sum { double expected = 0.0, right = 0.0, ratio = 1.0; };
-  void add(Case in_case, const Draft& draft, double probability, int32_t token);
+  static void rate_asked(Sum& sum);
 
   JointWeights weights_;
-  std::vector<Sum> sums_[kNumCases];
+  std::vector<Fit> fits_[kNumCases];
+  std::vector<Sum> any_, asked_;
   std::vector<Rated> found_;  // by `record`, whose memory it keeps
 };
 

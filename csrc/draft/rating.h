@@ -15,8 +15,8 @@ struct Draft {
   NEAP_BOTH bool is_exit() const { return proposer >= kFirstExit; }
 };
 
-// The cases of joint weights, tables alone, an exit whatever the tables say, and what asking it gains.
-enum Case { kAgree, kTableDiffers, kExitDiffers, kExitAlone, kTableAlone, kAnyExit, kAsked, kNumCases };
+// The cases of joint weights, and tables alone.
+enum Case { kAgree, kTableDiffers, kExitDiffers, kExitAlone, kTableAlone, kNumCases };
 
 // A draft that counts: not one that a table alone proposes where another table is surer of another token.
 struct Rated {
@@ -32,15 +32,30 @@ struct JointWeights {
 
 inline constexpr double kSurest = 0.999;
 
-// The drafts of one position. `ratio(case, proposer)`: by what a probability has to be scaled.
-template <class Ratio>
+NEAP_BOTH inline double log_odds_of(double probability) {
+  probability = limited(probability, 0.001, kSurest);
+  return log(probability / (1.0 - probability));
+}
+NEAP_BOTH inline double probability_of(double log_odds) { return 1.0 / (1.0 + exp(-log_odds)); }
+
+// What corrects the log-odds of what is said.
+struct Correction {
+  double constant = 0.0, weight = 1.0;
+  NEAP_BOTH double of(double probability) const {
+    if (constant == 0.0 && weight == 1.0) return probability;
+    return probability_of(constant + weight * log_odds_of(probability));
+  }
+};
+
+// The drafts of one position. `correction(case, proposer)`: what served positions have shown of what is said.
+template <class Corrections>
 struct Position {
   const Draft* drafts;
   int count;
   const JointWeights& weights;
-  const Ratio& ratio;
+  const Corrections& correction;
 
-  // Calls f with each draft that counts, and the probability that it is right; not yet scaled.
+  // Calls f with each draft that counts, and the probability that it is right; not yet corrected.
   template <class F>
   NEAP_BOTH void combine(const F& f) const {
     const int table = best(false), exit = best(true);
@@ -53,11 +68,11 @@ struct Position {
     if (table >= 0 && surest(true, drafts[table].token) < 0)
       f(rated(table, exit >= 0 ? kTableDiffers : kTableAlone, exit));
   }
-  // The same, scaled.
+  // The same, corrected.
   template <class F>
   NEAP_BOTH void rate(const F& f) const {
     combine([&](Rated one) {
-      one.probability = least_of(one.probability * ratio(one.in_case, one.draft->proposer), kSurest);
+      one.probability = least_of(correction(one.in_case, one.draft->proposer).of(one.probability), kSurest);
       f(one);
     });
   }
@@ -65,7 +80,8 @@ struct Position {
  private:
   // A table that was right more often than it said may be the better one of two.
   NEAP_BOTH double weight(int i) const {
-    return drafts[i].is_exit() ? drafts[i].probability : drafts[i].probability * ratio(kTableAlone, drafts[i].proposer);
+    const double said = drafts[i].probability;
+    return drafts[i].is_exit() ? said : correction(kTableAlone, drafts[i].proposer).of(said);
   }
   // Whether no draft of its kind has proposed its token before.
   NEAP_BOTH bool is_first(int i) const {
@@ -90,17 +106,13 @@ struct Position {
     }
     return found;
   }
-  NEAP_BOTH static double log_odds(double probability) {
-    probability = limited(probability, 0.001, kSurest);
-    return log(probability / (1.0 - probability));
-  }
   NEAP_BOTH Rated rated(int i, Case in_case, int opposed) const {
     double probability = drafts[i].probability;
     if (in_case != kTableAlone) {
       const double* of_case = weights.of[in_case];
-      double odds = of_case[0] + of_case[1] * log_odds(probability);
-      if (opposed >= 0) odds += of_case[2] * log_odds(drafts[opposed].probability);
-      probability = 1.0 / (1.0 + exp(-odds));
+      double odds = of_case[0] + of_case[1] * log_odds_of(probability);
+      if (opposed >= 0) odds += of_case[2] * log_odds_of(drafts[opposed].probability);
+      probability = probability_of(odds);
     }
     return {drafts + i, in_case, opposed < 0 ? nullptr : drafts + opposed, probability};
   }

@@ -16,9 +16,9 @@ using namespace neap::draft;
 // More tokens than an answer has, and how many rows ahead of those that are read the next ones are fetched.
 constexpr int64_t kMostLeft = INT64_MAX, kAhead = 4;
 
-// Bytes of a slot, a row and a control without ratios, and of the ratios of a row.
+// Bytes of a slot, a row and a control without corrections, and of the corrections of a kind.
 NEAP_API void neap_slots_sizes(int64_t* sizes) {
-  const int64_t found[] = {sizeof(Slot), sizeof(Row), offsetof(Control, ratios), sizeof(Control::ratios[0])};
+  const int64_t found[] = {sizeof(Slot), sizeof(Row), offsetof(Control, corrections), sizeof(Control::corrections[0])};
   std::memcpy(sizes, found, sizeof found);
 }
 
@@ -49,13 +49,14 @@ NEAP_API int64_t neap_learned_changed(LearnedNgrams* learned, int64_t* changed, 
 }
 
 // Writes what corrects the probabilities of each kind of request, or of none (null), as a control has it.
-NEAP_API void neap_confidence_ratios(const Confidence* const* confidences, int64_t count, double* ratios) {
+NEAP_API void neap_confidence_corrections(const Confidence* const* confidences, int64_t count,
+                                          Correction* corrections) {
   for (int64_t kind = 0; kind < count; ++kind)
     for (int in_case = 0; in_case < kNumCases; ++in_case)
       for (int proposer = 0; proposer <= kFirstExit; ++proposer)
-        *ratios++ = confidences[kind] && proposer < confidences[kind]->num_proposers()
-                        ? confidences[kind]->ratio((Case)in_case, proposer)
-                        : 1.0;
+        *corrections++ = confidences[kind] && proposer < confidences[kind]->num_proposers()
+                             ? confidences[kind]->correction((Case)in_case, proposer)
+                             : Correction{};
 }
 
 NEAP_API double neap_uniform_at(uint64_t seed, uint64_t position) { return uniform_at(seed, position); }

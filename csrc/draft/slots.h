@@ -50,9 +50,9 @@ struct Row {
   Said said[kPlaces];
 };
 
-inline constexpr int kNumRatios = kNumCases * (kFirstExit + 1);
+inline constexpr int kNumCorrections = kNumCases * (kFirstExit + 1);
 
-// What the host tells a step. Only the ratios of the kinds that its requests are of are sent.
+// What the host tells a step. Only the corrections of the kinds that its requests are of are sent.
 struct Control {
   int32_t num_rows;    // requests
   int32_t num_others;  // tokens of prompts; they are the first of the pass
@@ -60,10 +60,10 @@ struct Control {
   int32_t unused;
   int32_t slots[kMostRows];
   int32_t drafters[kMostRows];   // by number; -1: nothing is drafted
-  int32_t kinds[kMostRows];      // whose ratios count for them
+  int32_t kinds[kMostRows];      // whose corrections count for them
   int32_t tables[kMostRows];     // the indices of their block tables
   int32_t others[3][kMostRows];  // their ids, block tables and positions
-  double ratios[kMostRows][kNumRatios];
+  Correction corrections[kMostRows][kNumCorrections];
 };
 
 // Where all of it lies.
@@ -191,11 +191,11 @@ NEAP_BOTH inline void draft_place(const Team& team, const SlotArgs& args, const 
     const Draft draft{(int32_t)proposers.exit_tokens[row], kFirstExit, proposers.exit_probabilities[row]};
     if (draft.probability > 0.0) said.drafts[said.count++] = draft;
   }
-  const double* ratios = control.ratios[control.kinds[row]];
-  const auto ratio = [=](Case in_case, int proposer) { return ratios[in_case * (kFirstExit + 1) + proposer]; };
+  const Correction* of_kind = control.corrections[control.kinds[row]];
+  const auto correction = [=](Case in_case, int proposer) { return of_kind[in_case * (kFirstExit + 1) + proposer]; };
   double surest = 0.0;
   said.chosen = -1;
-  Position<decltype(ratio)>{said.drafts, said.count, tables.weights, ratio}.rate([&](const Rated& one) {
+  Position<decltype(correction)>{said.drafts, said.count, tables.weights, correction}.rate([&](const Rated& one) {
     if (one.probability > surest) surest = one.probability, said.chosen = (int32_t)(one.draft - said.drafts);
   });
   if (said.chosen < 0) return;

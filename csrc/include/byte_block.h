@@ -9,12 +9,8 @@
 
 namespace neap::NEAP_ISA {
 
-#if defined(NEAP_AVX512) || defined(NEAP_AVX2)
 // Fewer rows take longer than by `rounded_tile`. Measured of whole passes.
 constexpr int64_t kLeastByteRows = 24;
-#else
-constexpr int64_t kLeastByteRows = kNever;
-#endif
 
 template <Format kFormat>
 struct ByteBlock : TakenBlock<kFormat, false> {

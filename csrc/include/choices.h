@@ -8,9 +8,7 @@ enum Weighting : int32_t { kWeights32 = 0, kWeights16 = 1, kWeightsB16 = 2, kWei
 
 // Scores that a block of a GPU reduces first, and what it makes of them.
 constexpr int64_t kChoicePiece = 2048;
-NEAP_ANYWHERE constexpr int64_t choice_pieces(int64_t vocabulary) {
-  return (vocabulary + kChoicePiece - 1) / kChoicePiece;
-}
+NEAP_ANYWHERE constexpr int64_t choice_pieces(int64_t vocabulary) { return ceil_div(vocabulary, kChoicePiece); }
 struct ChoicePart {
   double value;   // the largest score, or the sum of the probabilities
   int64_t index;  // of the largest score in its row; -1: all are -infinite

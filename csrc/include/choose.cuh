@@ -110,7 +110,7 @@ struct Passing {
 template <class F>
 __device__ __forceinline__ int64_t passing(int64_t size, double wanted, double& before, Passing& shared,
                                            const F& weight) {
-  const int64_t share = (size + kChoiceThreads - 1) / kChoiceThreads, begin = min(size, threadIdx.x * share),
+  const int64_t share = ceil_div(size, kChoiceThreads), begin = min(size, threadIdx.x * share),
                 end = min(size, begin + share);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   double own = 0;

@@ -15,9 +15,7 @@ constexpr int kMaxTop = 8;  // largest k of the k best tokens of a draft vocabul
 constexpr int kFeatures = 3;
 // Draft vocabulary rows per block. Each block's k best are found first, then joined.
 constexpr int64_t kVocabularyBlock = 64;
-NEAP_ANYWHERE constexpr int64_t vocabulary_blocks(int64_t rows) {
-  return (rows + kVocabularyBlock - 1) / kVocabularyBlock;
-}
+NEAP_ANYWHERE constexpr int64_t vocabulary_blocks(int64_t rows) { return ceil_div(rows, kVocabularyBlock); }
 
 // Weights are row-major and contiguous, [out, in].
 struct Weight {
@@ -81,7 +79,7 @@ const char* cuda_error(int code);
 
 // Tokens, and rows of the hidden layer, per block of the GPU's router kernel, and the resulting grid.
 constexpr int64_t kRouteTokens = 8, kRouteRows = 4;
-constexpr int64_t route_tiles(int64_t tokens) { return (tokens + kRouteTokens - 1) / kRouteTokens; }
-constexpr int64_t route_blocks(int64_t width) { return (width + kRouteRows - 1) / kRouteRows; }
+constexpr int64_t route_tiles(int64_t tokens) { return ceil_div(tokens, kRouteTokens); }
+constexpr int64_t route_blocks(int64_t width) { return ceil_div(width, kRouteRows); }
 
 }  // namespace neap

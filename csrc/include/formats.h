@@ -95,7 +95,7 @@ constexpr char kPackedMagic[8] = {'n', 'e', 'a', 'p', 'W', '1', 0, 0};
 constexpr int64_t kHeaderBytes = 64;
 static_assert(sizeof(PackedHeader) == kHeaderBytes, "panels begin on a cache line");
 
-constexpr int64_t num_panels(int64_t out_features) { return (out_features + kPanel - 1) / kPanel; }
+constexpr int64_t num_panels(int64_t out_features) { return ceil_div(out_features, kPanel); }
 
 // A packed matrix as kernels see it.
 struct Matrix {

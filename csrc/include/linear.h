@@ -3,9 +3,10 @@
 #include <cstdlib>
 
 #include "bfloat_tile.h"
+#include "rounded.h"
 #if defined(NEAP_AVX512VNNI)
 #include "amx.h"
-#else
+#elif defined(NEAP_AVX512) || defined(NEAP_AVX2)
 #include "byte_block.h"
 #endif
 
@@ -252,28 +253,38 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
   }
 }
 
-// Products that take a matrix's depth blocks apart, from kQ4_0 on, and the rows from which they serve.
+// Products that take a matrix's depth blocks apart, from kQ4_0 on, and the rows from which they serve. `kByBlocks`:
+// whether they serve at all.
 #if defined(NEAP_AVX512VNNI)
+constexpr bool kByBlocks = false;  // amx_table's do
 constexpr auto& kBlockProducts = kUnitProducts;
 constexpr int64_t kLeastBlockRows = kLeastUnitRows, kBlockPanels = kUnitPanels;
-#else
+#elif defined(NEAP_AVX512) || defined(NEAP_AVX2)
+constexpr bool kByBlocks = true;
 constexpr auto& kBlockProducts = kByteProducts;
 constexpr int64_t kLeastBlockRows = kLeastByteRows, kBlockPanels = 1;
+#else
+constexpr bool kByBlocks = false;
+constexpr int64_t kLeastBlockRows = kNever, kBlockPanels = 1;
 #endif
 
 // As multiply_panels.
+#if defined(NEAP_AVX512) || defined(NEAP_AVX2)
 inline void multiply_blocks(const LinearArgs& args, const Matrix& matrix, const Inputs& x, int64_t rows, int64_t first,
                             int64_t panels, const uint8_t* next, float* c) {
   kBlockProducts[matrix.format - kQ4_0](matrix, args.in_features, x.rows, x.stride, rows, first, panels, next, c);
 }
+#else
+constexpr auto& multiply_blocks = multiply_panels;
+#endif
 
 // Rows [row, row + rows), at most kRowChunk of them, times output panels [begin, end).
-template <bool kByBlocks>
+template <bool kBlocks>
 inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   const Inputs x = inputs_of(args, row, rows);
   const Matmul& matmul = matmul_for(args.weight, x.kind);
   alignas(64) float c[kChunkFloats], up[kChunkFloats];
-  const bool by_blocks = kByBlocks && x.kind == kGroups && rows >= kLeastBlockRows && args.in_features > 0;
+  const bool by_blocks = kBlocks && x.kind == kGroups && rows >= kLeastBlockRows && args.in_features > 0;
   const auto multiply = by_blocks ? multiply_blocks : multiply_panels;
   // As many panels as tiles take, and as the buffers hold.
   const int64_t tiles = rows == 1 || args.best ? kTilesInTurn : 1;
@@ -295,7 +306,7 @@ inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int6
   }
 }
 
-template <bool kByBlocks>
+template <bool kBlocks>
 inline void linear(const LinearArgs& args, int64_t items, int64_t begin, int64_t end) {
   const int64_t units = ceil_div(args.out_features, kPanel), splits = items / units;
   const int64_t split_rows = ceil_div(args.rows, splits);
@@ -303,7 +314,7 @@ inline void linear(const LinearArgs& args, int64_t items, int64_t begin, int64_t
     const int64_t split = item / units, first = item % units, last = min64(units, first + end - item);
     const int64_t stop = min64(args.rows, (split + 1) * split_rows);
     for (int64_t row = split * split_rows; row < stop; row += kRowChunk)
-      linear_chunk<kByBlocks>(args, row, min64(kRowChunk, stop - row), first, last);
+      linear_chunk<kBlocks>(args, row, min64(kRowChunk, stop - row), first, last);
     item += last - first;
   }
 }

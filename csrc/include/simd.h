@@ -6,6 +6,8 @@
 #pragma once
 #include <cstdint>
 
+#include "elements.h"
+
 #if defined(NEAP_AVX512)
 #include <immintrin.h>
 #if defined(NEAP_AVX512BF16)
@@ -59,7 +61,6 @@ typedef float UnalignedVec __attribute__((vector_size(kLanes * 4), aligned(4), m
 
 NEAP_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 NEAP_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 NEAP_INLINE Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 NEAP_INLINE void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }

@@ -38,7 +38,7 @@ _OTHER_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "neap_ladder_slow_exit": (c_void_p, c_int64, c_double),
     "neap_rows_read": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, *(c_void_p,) * 5),
     "neap_worth_record": (c_void_p, c_int64, c_int64, c_double, c_double, c_void_p, c_int64),
-    "neap_confidence_ratios": (c_void_p, c_int64, c_void_p),
+    "neap_confidence_corrections": (c_void_p, c_int64, c_void_p),
     "neap_learned_learn": (c_void_p, c_uint64, c_void_p, c_int64, c_int64),
     "neap_confidence_factor": (c_void_p, c_int32),
     "neap_uniform_at": (c_uint64, c_uint64),

@@ -38,7 +38,7 @@ class Slot(Structure):
 
 
 class Control(Structure):
-    """What the host tells a step: see `Control` there. `ratios` follow, those of each kind."""
+    """What the host tells a step: see `Control` there. `corrections` follow, those of each kind."""
 
     _fields_ = (
         ("num_rows", c_int32),
@@ -82,17 +82,17 @@ def row_bytes() -> int:
     return sizes[1]
 
 
-def ratio_bytes() -> int:
-    """The size of the ratios of a kind."""
+def correction_bytes() -> int:
+    """The size of the corrections of a kind."""
     sizes = (c_int64 * 4)()
     functions().neap_slots_sizes(sizes)
     return sizes[3]
 
 
-def write_ratios(confidences: "array[int]", address: int) -> None:
+def write_corrections(confidences: "array[int]", address: int) -> None:
     """Writes what corrects the probabilities of each kind of request, by the address of its confidence (uint64), as it
     is now. Of 0: nothing does."""
-    functions().neap_confidence_ratios(confidences.buffer_info()[0], len(confidences), address)
+    functions().neap_confidence_corrections(confidences.buffer_info()[0], len(confidences), address)
 
 
 def proposers(

@@ -21,9 +21,9 @@ from shared.ops.slots import (
     Control,
     Slot,
     SlotArgs,
-    ratio_bytes,
+    correction_bytes,
     row_bytes,
-    write_ratios,
+    write_corrections,
 )
 
 # Steps under way at once, so that what the host has sent or reads is not overwritten.
@@ -63,7 +63,7 @@ class SlotMemory:
         self._slots = zeros(MOST_ROWS + 1, size_of(Slot), dtype=torch.uint8)
         self._tokens = zeros(MOST_ROWS + 1, runner.loaded.context_length + PLACES + 1, dtype=torch.int32)
         self.rows = zeros(MOST_ROWS, row_bytes(), dtype=torch.uint8)
-        num_bytes = size_of(Control) + MOST_ROWS * ratio_bytes()
+        num_bytes = size_of(Control) + MOST_ROWS * correction_bytes()
         self._control = zeros(num_bytes, dtype=torch.uint8)
         self.newest, self.logit_rows, self.chosen, self.state_rows, self.state_slots = zeros(5, MOST_ROWS).unbind()
         self.drawing = zeros(3, MOST_ROWS, dtype=torch.float64)
@@ -82,7 +82,7 @@ class SlotMemory:
         self._confidences = array("Q")
         self._controls = [Control.from_address(each.data_ptr()) for each in self._sent]
         self._written: list[Sequence[RowOfStep] | None] = [None] * NUM_STEPS
-        self._ratio_bytes = ratio_bytes()
+        self._correction_bytes = correction_bytes()
         self._views: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = {}
 
     def _args(self, token_rows: Tensor) -> SlotArgs:
@@ -149,8 +149,8 @@ class SlotMemory:
             _write(control.others, [array("i", numbers) for numbers in zip(*others, strict=True)])
         if not drafts:
             memset(addressof(control.drafters), NO_DRAFTER, 4 * len(rows))
-        write_ratios(self._confidences, memory.data_ptr() + size_of(Control))
-        num_bytes = size_of(Control) + len(self._confidences) * self._ratio_bytes
+        write_corrections(self._confidences, memory.data_ptr() + size_of(Control))
+        num_bytes = size_of(Control) + len(self._confidences) * self._correction_bytes
         self._copy(*self._view(self._control, memory, place, num_bytes))
 
     @inference

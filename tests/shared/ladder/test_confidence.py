@@ -75,6 +75,27 @@ def test_what_is_really_right_is_learnt_apart_for_each_case(share: float) -> Non
     assert probabilities(confidence, draft(7, 0.5)) == {7: 0.5}
 
 
+def test_what_is_said_too_high_and_too_low_is_corrected_at_once() -> None:
+    """One factor for both would be wrong at each."""
+    draw, confidence = random.Random(1), new_confidence()
+    shares = {0.2: 0.35, 0.95: 0.6}
+    for _ in range(2000):
+        said = draw.choice([*shares])
+        confidence.record([[draft(7, said)]], [7 if draw.random() < shares[said] else 8])
+    for said, share in shares.items():
+        assert probabilities(confidence, draft(7, said))[7] == pytest.approx(share, abs=0.08)
+
+
+def test_a_new_kind_of_text_is_learnt_within_a_few_answers() -> None:
+    confidence = new_confidence()
+    for _ in range(4000):
+        confidence.record([[draft(7, 0.8)]], [7])
+    assert probabilities(confidence, draft(7, 0.8))[7] > 0.99
+    for _ in range(120):
+        confidence.record([[draft(7, 0.8)]], [8])
+    assert probabilities(confidence, draft(7, 0.8))[7] < 0.1
+
+
 def test_no_draft_is_certain() -> None:
     confidence = new_confidence()
     for _ in range(200):
