@@ -70,11 +70,12 @@ demo: $(LIBRARY)
 test: $(LIBRARY)
 	@$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal --durations 15 -m "not full" $(TESTS)
 
-# What compiles or waits leaves room for others; in their order, the longest files come early. Soaks and floods take the
-# whole machine, one at a time.
+# In the order of tests/conftest.py, which has the longest files first. Soaks and floods take the whole machine, one at
+# a time.
 test-full: $(LIBRARY)
 ifeq ($(TESTS),tests)
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15 -m "full and not alone"
+	@$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --timeout 600 \
+		--durations 15 -m "full and not alone"
 	@$(BIN)/python -m pytest -m "full and alone"
 else
 	@$(BIN)/python -m pytest -m full $(TESTS)

@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 # Set before anything imports Hugging Face: tests never ask a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +17,9 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # jsonschema would make 38 grammars of it, of a second in each process; no test asks for such a format.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+
+# A test's usual limit: `timeout` of pyproject.toml.
+LIMIT_S = 300.0
 
 # A machine with a GPU may have torch and transformers alone: tests/gpu asks for no more.
 if find_spec("hypothesis"):
@@ -46,6 +50,16 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.manual_seed(0)  # imports what it needs
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+@pytest.hookimpl(trylast=True)  # of the tests that run
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a test of a longer limit than usual come first: handed out whole, none is left alone at the end."""
+    longest: dict[Path, float] = {}
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, LIMIT_S), limit.args[0] if limit else 0)
+    items.sort(key=lambda item: -longest[item.path])
 
 
 def pytest_collection_finish() -> None:

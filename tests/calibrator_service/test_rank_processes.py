@@ -22,7 +22,9 @@ from tests.calibrator_service.conftest import REPOSITORY, Service
 from tests.reasons import raises
 from tests.waiting import wait_until
 
-JOB_TIMEOUT_S = 240
+pytestmark = pytest.mark.timeout(900)
+
+JOB_TIMEOUT_S = 400
 PROMPTS = [" ".join(f"w{number + at}" for at in range(2, 8)) for number in range(40)]
 SPEC = {
     "max_tokens": 3000,

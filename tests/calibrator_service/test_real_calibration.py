@@ -31,9 +31,9 @@ from tests.registry_damage import content_path
 from tests.small_disk import run_on_small_disk
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
-JOB_TIMEOUT_S = 120
+JOB_TIMEOUT_S = 240
 PHASES = ("loading", "collecting", "training_heads", "evaluating", "publishing")
 # A job's first phases are short: these begin in its process' start, in imports, and in loading.
 START_DELAYS_S = (0.0, 0.3, 1.0, 2.0)

@@ -25,6 +25,8 @@ from tests.calibrator_service.calibration.test_pipeline import SPEC, answers_fil
 from tests.reasons import raises
 from tests.servers import free_ports
 
+pytestmark = pytest.mark.timeout(600)
+
 # Training by gradients, of a text that is small enough for a test.
 TRAINED = 1000
 

@@ -35,7 +35,8 @@ constexpr int cudaErrorInvalidValue = 1;
 
 namespace emulator {
 
-constexpr size_t kStackBytes = 256 << 10, kResidentBlocks = 3;
+// AddressSanitizer clears what it knows of a stack whenever a fiber is entered.
+constexpr size_t kStackBytes = 64 << 10, kResidentBlocks = 3;
 
 struct Block;
 struct Fiber {
@@ -49,6 +50,7 @@ struct Fiber {
 };
 struct Block {
   dim3 index{0, 0, 0};
+  size_t at_barrier = 0, done = 0;  // fibers
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::map<int, std::unique_ptr<char[]>> shared;
   std::vector<std::array<std::array<uint64_t, 32>, 2>> exchange;  // per warp, for this collective and the next
@@ -94,6 +96,7 @@ inline void leave() {
 inline void enter() {
   machine().kernel();
   self().state = Fiber::kDone;
+  ++self().block->done;
   leave();
 }
 
@@ -123,14 +126,13 @@ inline void flush(const Fiber* by) {
 
 inline void barrier() {
   Fiber& fiber = self();
+  Block& block = *fiber.block;
+  if (block.done) die("a barrier after some threads have ended");
   fiber.state = Fiber::kAtBarrier;
-  bool all = true;
-  for (auto& other : fiber.block->fibers) {
-    if (other->state == Fiber::kDone) die("a barrier after some threads have ended");
-    all = all && other->state == Fiber::kAtBarrier;
+  if (++block.at_barrier == block.fibers.size()) {
+    block.at_barrier = 0;
+    for (auto& other : block.fibers) other->state = Fiber::kReady;
   }
-  if (all)
-    for (auto& other : fiber.block->fibers) other->state = Fiber::kReady;
   leave();
 }
 

@@ -9,7 +9,7 @@ import pytest
 from tests.shared.ops.emulated_cases import CHECKS
 from tests.shared.ops.emulation import Bug, EmulationError, compiled
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 # Each bug with the check that must catch it.
 BUGS = {
