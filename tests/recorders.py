@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shared.model.weights.lazy import LazyWeight
 
@@ -65,7 +64,7 @@ class _Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         # Operators with their inputs: places of results made here, or what was there before.
-        self._steps: list[tuple[Any, Any, Any, list[int]]] = []
+        self._steps: list[tuple[Any, Any, list[int]]] = []
         self._executed: Counter[str] = Counter()
         self._places: dict[int, int] = {}  # id of a result -> its place
         self._results: list[Tensor] = []  # kept, so that no id comes twice
@@ -84,9 +83,8 @@ class _Trace(TorchDispatchMode):
             raise NotRecordable(f"{func} cannot be recorded")
         if name in ("lift_fresh", "lift_fresh_copy", "lift"):
             raise NotRecordable("a tensor was made of the host's numbers")
-        leaves = tree_leaves((args, kwargs or {}))
-        # Before the operator runs: what it returns may be one of its inputs.
-        inputs, named = _each(args, self._placed), {key: _each(each, self._placed) for key, each in (kwargs or {}).items()}
+        leaves = _leaves((args, kwargs or {}))
+        inputs = _each((args, kwargs or {}), self._placed)
         if name.startswith(("index", "_index_put")):
             masks = [leaf for leaf in leaves[1:] if isinstance(leaf, Tensor)]
             if any(leaf.dtype in (torch.bool, torch.uint8) for leaf in masks):
@@ -94,13 +92,13 @@ class _Trace(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         produced = []
         given = {id(leaf) for leaf in leaves}
-        for result in tree_leaves(out):
+        for result in _leaves(out):
             if isinstance(result, Tensor) and id(result) not in given:
                 self._places[id(result)] = len(self._results)
                 self._results.append(result)
             if isinstance(result, Tensor):
                 produced.append(self._places.get(id(result), -1))
-        self._steps.append((func, inputs, named, produced))
+        self._steps.append((func, inputs, produced))
         self._executed[name] += 1
         return out
 
@@ -111,8 +109,8 @@ class _Trace(TorchDispatchMode):
         """Nobody may read what the recording made: its storages that were not there before are filled with nonsense."""
         outer = {
             leaf.untyped_storage().data_ptr()
-            for _, inputs, named, _ in self._steps
-            for leaf in tree_leaves((inputs, named))
+            for _, inputs, _ in self._steps
+            for leaf in _leaves(inputs)
             if isinstance(leaf, Tensor) and not isinstance(leaf, LazyWeight)  # which has no storage
         }
         with torch.inference_mode():
@@ -129,19 +127,27 @@ class _Trace(TorchDispatchMode):
         def found(leaf: Any) -> Any:
             return results[leaf.number] if type(leaf) is _Place else leaf
 
-        for func, inputs, named, produced in self._steps:
-            out = func(*_each(inputs, found), **{key: _each(each, found) for key, each in named.items()})
-            tensors = (out,) if isinstance(out, Tensor) else [r for r in tree_leaves(out) if isinstance(r, Tensor)]
-            for place, result in zip(produced, tensors, strict=True):
+        for func, inputs, produced in self._steps:
+            args, kwargs = _each(inputs, found)
+            out = [result for result in _leaves(func(*args, **kwargs)) if isinstance(result, Tensor)]
+            for place, result in zip(produced, out, strict=True):
                 if place >= 0:
                     results[place] = result
         return self._executed
 
 
 def _each(given: Any, change: Callable[[Any], Any]) -> Any:
-    """An operator's arguments, which are lists at most: torch's own trees take ten times as long in each replay."""
+    """What an operator takes, changed: lists at most, for which torch's own trees take most of a replay's time."""
     kind = type(given)
+    if kind is dict:
+        return {key: _each(each, change) for key, each in given.items()}
     return kind([_each(each, change) for each in given]) if kind is list or kind is tuple else change(given)
+
+
+def _leaves(given: Any) -> list[Any]:
+    found: list[Any] = []
+    _each(given, found.append)
+    return found
 
 
 class _Place:

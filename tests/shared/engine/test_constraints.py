@@ -69,7 +69,7 @@ def accepted_of(answer: Generation, proposer: str) -> int:
     ("name", "way"),
     [
         *tiered(((name, "greedy") for name in CONSTRAINTS), {("lark", "greedy")}),
-        *tiered((("object", way) for way in WAYS if way != "greedy"), {("object", "sampled")}),
+        *tiered((("object", way) for way in WAYS if way != "greedy"), ()),
         *tiered(((name, "filtered") for name in CONSTRAINTS if name != "object"), ()),
     ],
 )

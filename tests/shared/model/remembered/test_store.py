@@ -33,6 +33,7 @@ from shared.model.substitution import apply
 from shared.model.substitution import rotary as rotary_files
 from shared.model.substitution.layer import FusedLayer
 from tests.gguf_files import write_llama
+from tests.tiers import tiered
 from tests.worker import save_model
 
 MAX_BYTES = 1 << 30
@@ -123,22 +124,21 @@ def load_plain(path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     return load_model(path)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda entry: _flip(entry / "packed", 200),
-        lambda entry: _flip(entry / "packed", 3),
-        lambda entry: _cut(entry / "packed"),
-        lambda entry: (entry / "packed").unlink(),
-        lambda entry: _flip(entry / "facts.json", 300),
-        lambda entry: _cut(entry / "facts.json"),
-        lambda entry: (entry / "facts.json").write_bytes(b"[]"),
-    ],
-    ids=["flipped", "header", "cut", "gone", "facts flipped", "facts cut", "facts of another kind"],
-)
-def test_what_is_damaged_is_made_anew(model: Path, folder: Path, damage: Callable[[Path], object]) -> None:
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": lambda entry: _flip(entry / "packed", 200),
+    "header": lambda entry: _flip(entry / "packed", 3),
+    "cut": lambda entry: _cut(entry / "packed"),
+    "gone": lambda entry: (entry / "packed").unlink(),
+    "facts flipped": lambda entry: _flip(entry / "facts.json", 300),
+    "facts cut": lambda entry: _cut(entry / "facts.json"),
+    "facts of another kind": lambda entry: (entry / "facts.json").write_bytes(b"[]"),
+}
+
+
+@pytest.mark.parametrize("damage", tiered(DAMAGES, {"flipped", "facts flipped"}))
+def test_what_is_damaged_is_made_anew(model: Path, folder: Path, damage: str) -> None:
     expected = _logits(_start(model, folder))
-    damage(_entry(folder))
+    DAMAGES[damage](_entry(folder))
     anew = _start(model, folder)
     assert not _remembers(anew)
     assert torch.equal(_logits(anew), expected)
@@ -160,7 +160,7 @@ def test_an_entry_under_a_foreign_name_is_not_believed(tmp_path: Path, model: Pa
     assert [line["reason"] for line in logs if "damaged" in line["event"]] == ["it belongs to something else"]
 
 
-@pytest.mark.parametrize("part", ["code", "versions", "processor", "threads", "variables"])
+@pytest.mark.parametrize("part", tiered(["code", "versions", "processor", "threads", "variables"], {"code"}))
 def test_another_build_or_machine_proves_anew(
     model: Path, folder: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,7 +375,7 @@ def test_the_promise_is_tried_again_if_the_bits_are_others(model: Path, folder: 
 
 
 @pytest.mark.parametrize("form", ["gguf", "safetensors"])
-@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("dtype", tiered([None, torch.float16], {None}))
 def test_a_fingerprint_that_is_found_later_is_the_same(
     tmp_path: Path, folder: Path, form: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
