@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,8 @@ class TracingRecorder:
 
 
 class _Trace(TorchDispatchMode):
+    _whole: ClassVar[set[Any]] = set()  # operators that are not made of others
+
     def __init__(self) -> None:
         super().__init__()
         # Operators with their inputs: places of results made here, or what was there before.
@@ -72,11 +74,12 @@ class _Trace(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with self:
-            whole = func.namespace != "aten"
-            parts = NotImplemented if whole else func.decompose(*args, **(kwargs or {}))
-        if parts is not NotImplemented:
-            return parts
+        if func not in self._whole:
+            with self:
+                parts = NotImplemented if func.namespace != "aten" else func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
+            self._whole.add(func)
         name = func._overloadpacket.__name__
         idle = name == "dropout" and not args[2]  # of a model that does not train
         if (_FORBIDDEN | _RANDOM) & set(func.tags) and not (idle or name.startswith("index")):
