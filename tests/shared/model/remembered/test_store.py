@@ -95,7 +95,7 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("form", ["gguf", "safetensors"])
+@pytest.mark.parametrize("form", tiered(["gguf", "safetensors"], {"gguf"}))
 def test_a_later_start_gives_the_same_bits_and_does_nothing_again(
     tmp_path: Path, folder: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,18 +400,17 @@ def test_costs_are_measured_again_when_they_are_old(model: Path, folder: Path, m
     assert second.facts.values[name]["measured_s"] > first.facts.values[name]["measured_s"]
 
 
-@pytest.mark.parametrize(
-    "where",
-    [(ContiguousRunner, "run_ragged"), (GatedModel, "normed"), (FusedLayer, "fused"), (rotary_files, "acquire")],
-    ids=lambda where: where[1],
-)
+SHORT = {"run_ragged": ContiguousRunner, "normed": GatedModel, "fused": FusedLayer, "acquire": rotary_files}
+
+
+@pytest.mark.parametrize("where", tiered(SHORT, {"run_ragged"}))
 def test_memory_that_is_short_at_a_start_is_no_property_of_the_model(model, tmp_path, folder, monkeypatch, where):
     def refuse(*given: object, **named: object) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
 
     expected = ContiguousRunner(_start(model, tmp_path / "another"))
     with monkeypatch.context() as patch:
-        patch.setattr(*where, refuse)
+        patch.setattr(SHORT[where], where, refuse)
         with pytest.raises(Exhausted) as raised:
             _start_contiguous(model, folder)
     assert raised.value.reason == "OUT_OF_MEMORY"
