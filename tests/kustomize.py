@@ -68,7 +68,9 @@ def render_text(base: str, components: tuple[str, ...] = ()) -> str:
         }
         (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(composed))
         command = [program("kubectl"), "kustomize", folder]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        # Of a process this short Go need not collect the garbage: a third of its time.
+        variables = {**os.environ, "GOGC": "off"}
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -3,12 +3,11 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shared.model.weights.lazy import LazyWeight
 
@@ -62,32 +61,33 @@ class TracingRecorder:
 
 
 class _Trace(TorchDispatchMode):
+    _whole: ClassVar[set[Any]] = set()  # operators that are not made of others
+
     def __init__(self) -> None:
         super().__init__()
         # Operators with their inputs: places of results made here, or what was there before.
-        self._steps: list[tuple[Any, list[Any], Any, list[int]]] = []
+        self._steps: list[tuple[Any, Any, list[int]]] = []
+        self._executed: Counter[str] = Counter()
         self._places: dict[int, int] = {}  # id of a result -> its place
         self._results: list[Tensor] = []  # kept, so that no id comes twice
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with self:
-            whole = func.namespace != "aten"
-            parts = NotImplemented if whole else func.decompose(*args, **(kwargs or {}))
-        if parts is not NotImplemented:
-            return parts
+        if func not in self._whole:
+            with self:
+                parts = NotImplemented if func.namespace != "aten" else func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
+            self._whole.add(func)
         name = func._overloadpacket.__name__
         idle = name == "dropout" and not args[2]  # of a model that does not train
         if (_FORBIDDEN | _RANDOM) & set(func.tags) and not (idle or name.startswith("index")):
             raise NotRecordable(f"{func} cannot be recorded")
         if name in ("lift_fresh", "lift_fresh_copy", "lift"):
             raise NotRecordable("a tensor was made of the host's numbers")
-        leaves, spec = tree_flatten((args, kwargs or {}))
-        inputs = [
-            _Place(self._places[id(leaf)]) if isinstance(leaf, Tensor) and id(leaf) in self._places else leaf
-            for leaf in leaves
-        ]
+        leaves = _leaves((args, kwargs or {}))
+        inputs = _each((args, kwargs or {}), self._placed)
         if name.startswith(("index", "_index_put")):
             masks = [leaf for leaf in leaves[1:] if isinstance(leaf, Tensor)]
             if any(leaf.dtype in (torch.bool, torch.uint8) for leaf in masks):
@@ -95,21 +95,25 @@ class _Trace(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         produced = []
         given = {id(leaf) for leaf in leaves}
-        for result in tree_flatten(out)[0]:
+        for result in _leaves(out):
             if isinstance(result, Tensor) and id(result) not in given:
                 self._places[id(result)] = len(self._results)
                 self._results.append(result)
             if isinstance(result, Tensor):
                 produced.append(self._places.get(id(result), -1))
-        self._steps.append((func, inputs, spec, produced))
+        self._steps.append((func, inputs, produced))
+        self._executed[name] += 1
         return out
+
+    def _placed(self, leaf: Any) -> Any:
+        return _Place(self._places[id(leaf)]) if isinstance(leaf, Tensor) and id(leaf) in self._places else leaf
 
     def wreck(self) -> None:
         """Nobody may read what the recording made: its storages that were not there before are filled with nonsense."""
         outer = {
             leaf.untyped_storage().data_ptr()
-            for _, inputs, _, _ in self._steps
-            for leaf in inputs
+            for _, inputs, _ in self._steps
+            for leaf in _leaves(inputs)
             if isinstance(leaf, Tensor) and not isinstance(leaf, LazyWeight)  # which has no storage
         }
         with torch.inference_mode():
@@ -122,16 +126,31 @@ class _Trace(TorchDispatchMode):
 
     def replay(self) -> Counter[str]:
         results: dict[int, Tensor] = {}
-        executed: Counter[str] = Counter()
-        for func, inputs, spec, produced in self._steps:
-            leaves = [results[x.number] if isinstance(x, _Place) else x for x in inputs]
-            args, kwargs = tree_unflatten(leaves, spec)
-            out = [r for r in tree_flatten(func(*args, **kwargs))[0] if isinstance(r, Tensor)]
+
+        def found(leaf: Any) -> Any:
+            return results[leaf.number] if type(leaf) is _Place else leaf
+
+        for func, inputs, produced in self._steps:
+            args, kwargs = _each(inputs, found)
+            out = [result for result in _leaves(func(*args, **kwargs)) if isinstance(result, Tensor)]
             for place, result in zip(produced, out, strict=True):
                 if place >= 0:
                     results[place] = result
-            executed[func._overloadpacket.__name__] += 1
-        return executed
+        return self._executed
+
+
+def _each(given: Any, change: Callable[[Any], Any]) -> Any:
+    """What an operator takes, changed: lists at most, for which torch's own trees take most of a replay's time."""
+    kind = type(given)
+    if kind is dict:
+        return {key: _each(each, change) for key, each in given.items()}
+    return kind([_each(each, change) for each in given]) if kind is list or kind is tuple else change(given)
+
+
+def _leaves(given: Any) -> list[Any]:
+    found: list[Any] = []
+    _each(given, found.append)
+    return found
 
 
 class _Place:

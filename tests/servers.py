@@ -227,7 +227,9 @@ class S3Server(Server):
 
     def answers(self) -> bool:
         try:
-            obstore.put(self.store(), "ready", b"yes")
-            return obstore.get(self.store(), "ready").bytes() == b"yes"
+            socket.create_connection(("127.0.0.1", self.port)).close()  # a store takes long to find nobody there
+            store = self.store()
+            obstore.put(store, "ready", b"yes")
+            return obstore.get(store, "ready").bytes() == b"yes"
         except (obstore.exceptions.BaseError, OSError):
             return False

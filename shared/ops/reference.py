@@ -150,10 +150,11 @@ def paged_attention(
         block, slot = table[position // block_tokens], position % block_tokens
         keys[block, :, slot], values[block, :, slot] = k[token], v[token]
     out = q.new_zeros(tokens, q.shape[1], v.shape[2])
+    all_seen = torch.arange(max([-1, *positions.tolist()]) + 1, device=q.device)
+    numbers, all_slots = all_seen // block_tokens, all_seen % block_tokens
     for token, table, position in real:
-        first = max(0, position - window + 1) if window else 0
-        seen = torch.arange(first, position + 1, device=q.device)
-        blocks, slots = table[seen // block_tokens], seen % block_tokens
+        seen = slice(max(0, position - window + 1) if window else 0, position + 1)
+        blocks, slots = table[numbers[seen]], all_slots[seen]
         key = keys[blocks, :, slots].float().repeat_interleave(group, 1)  # [S, Hq, D]
         value = values[blocks, :, slots].float().repeat_interleave(group, 1)
         # Products and sums, because a matrix product may add in an order that depends on where its inputs are.

@@ -24,6 +24,7 @@ from shared.registry.factory import open_registry
 from tests.chats import TEMPLATES, build_chat_model
 from tests.fixed_costs import fixed_cost_engine
 from tests.generation import EXACT, FULL, publish, refused, request_of
+from tests.tiers import tiered
 from tests.worker import CONTEXT_LENGTH, EOS, serving
 
 SCHEMAS = {
@@ -57,7 +58,7 @@ def served(registry, template, **options):
             yield worker
 
 
-@pytest.fixture(scope="module", params=TEMPLATES)
+@pytest.fixture(scope="module", params=tiered(TEMPLATES, {"hermes", "in thought"}))
 def worker(request, tmp_path_factory):
     registry = open_registry(str(tmp_path_factory.mktemp("registry")))
     with served(registry, TEMPLATES[request.param], own_tokens=True) as worker:

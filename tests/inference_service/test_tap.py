@@ -218,6 +218,7 @@ def test_a_full_disk_loses_what_is_to_be_learned_and_no_answer(engine: Engine, t
     assert events[1] == "served answers are kept again"
 
 
+@pytest.mark.full  # servers that say 507 are looked at below
 def test_an_absent_bucket_loses_what_is_to_be_learned_and_no_answer(
     engine: Engine, tmp_path: Path, own_s3: Any
 ) -> None:

@@ -1,5 +1,6 @@
 """What the manifests say must be true of the services: variables, flags, ports, probes, and how safely they run."""
 
+import functools
 import os
 import re
 import shlex
@@ -195,9 +196,12 @@ def test_commands_and_flags_are_those_of_neap(composition):
         parse(arguments)
 
 
+COMMAND_LINE = functools.cache(lambda: typer.main.get_command(app))
+
+
 def parse(arguments):
     """Raises click.UsageError for a command or flag that does not exist."""
-    command, context = typer.main.get_command(app), None
+    command, context = COMMAND_LINE(), None
     while isinstance(command, click.Group) or hasattr(command, "commands"):
         found, *arguments = arguments
         context = click.Context(command, parent=context)

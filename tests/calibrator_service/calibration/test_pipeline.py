@@ -152,7 +152,8 @@ class Killed(BaseException):
 PHASES = ("collecting", "training_heads", "training_confidence", "evaluating")
 
 
-@pytest.mark.parametrize("phase", tiered(PHASES, {"collecting"}))
+@pytest.mark.full
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_killed_run_continues_to_the_same_ladder(base_model, tmp_path, finished, phase):
     def die(progress: Progress) -> None:
         if progress.phase == phase and progress.fraction > 0.2:

@@ -13,11 +13,12 @@ from shared.served import NOTHING
 from shared.traffic.answer import ServedAnswer
 from shared.traffic.traffic import open_traffic
 from tests.registry_servers import SERVERS, new_place
+from tests.tiers import tiered
 
 HOUR = 480_000  # 2024-10-04 00:00 UTC
 
 
-@pytest.fixture(params=["folder", "bucket", SERVERS[0]])
+@pytest.fixture(params=tiered(["folder", "bucket", SERVERS[0]], {"folder"}))
 def place(request, monkeypatch):
     url = new_place(request.param, request)
     monkeypatch.setenv("NEAP_REGISTRY", url)

@@ -13,6 +13,7 @@ import pytest
 from neap_engine.cli import connection
 from neap_engine.cli.console import checked_address
 from tests.servers import free_ports
+from tests.tiers import tiered
 
 HEAVY = ("torch", "transformers", "matplotlib", "datasets", "huggingface_hub", "redis")
 
@@ -106,7 +107,7 @@ def speak_nonsense(listener):
                 client.recv(1 << 16)
 
 
-@pytest.mark.parametrize("write", ["print_line", "sys.stdout.write"])
+@pytest.mark.parametrize("write", tiered(["print_line", "sys.stdout.write"], {"print_line"}))
 def test_nothing_is_said_to_a_reader_that_has_had_enough(write):
     """As `head -1` is."""
     code = (

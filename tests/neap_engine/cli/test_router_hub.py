@@ -13,6 +13,7 @@ from shared.registry.factory import open_registry
 from tests.manifests import real_manifest
 from tests.model_hub import READER, ModelHub, model_hub
 from tests.router_folders import FINGERPRINT, write_router
+from tests.tiers import tiered
 
 URL = "hf://alice/tiny-router"
 
@@ -117,7 +118,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", sorted(FAULTS))
+@pytest.mark.parametrize("fault", tiered(sorted(FAULTS), {"a changed byte", "a huge file", "no repository"}))
 def test_what_cannot_be_imported_is_said_and_publishes_nothing(neap, hub, published, tmp_path, fault):
     pushed(neap, published)
     spoil_it, url, reason = FAULTS[fault]

@@ -1,6 +1,7 @@
 """Requests that the gateway refuses itself: they never reach a worker, and the error names the field."""
 
 import json
+import reprlib
 import socket
 import tracemalloc
 from contextlib import suppress
@@ -221,7 +222,7 @@ def test_wrong_json_is_refused(gateway, body):
         (ResponsesRequest, {"input": [{"role": "user", "content": [{}] * 100_000}]}),
         (ResponsesRequest, {"input": "x", "include": [1] * 100_000}),
     ],
-    ids=lambda given: given.__name__ if isinstance(given, type) else str(given)[:40],
+    ids=lambda given: given.__name__ if isinstance(given, type) else reprlib.repr(given)[:40],
 )
 def test_a_million_mistakes_cost_no_more_than_one(kind, fields):
     """By the memory that errors take; time would follow it.

@@ -14,6 +14,7 @@ from shared.constraints.state import ConstraintState
 from shared.errors import InvalidInput
 from tests.constrained import CONSTRAINTS, VOCABULARY_SIZE, build_loaded
 from tests.reasons import raises
+from tests.tiers import tiered
 from tests.worker import EOS
 
 NUM_WALKS = 30
@@ -51,7 +52,7 @@ def walk(state: ConstraintState, rng: random.Random, num_tokens: int) -> list[in
     return path
 
 
-@pytest.mark.parametrize("name", CONSTRAINTS)
+@pytest.mark.parametrize("name", tiered(CONSTRAINTS, {"object", "lark"}))
 def test_what_it_allows_depends_on_the_tokens_alone(compiler, name):
     """After drafts of all kinds, right ones and wrong ones, one chain after another."""
     rng, constraint = random.Random(name), CONSTRAINTS[name]

@@ -113,7 +113,7 @@ def accelerated() -> LoadedModel:
     return wrap_model(build_family("llama"), accelerate=True)
 
 
-@pytest.fixture(params=["contiguous", "paged"])
+@pytest.fixture(params=tiered(["contiguous", "paged"], {"contiguous"}))
 def runner(request: pytest.FixtureRequest, accelerated: LoadedModel) -> Runner:
     if request.param == "contiguous":
         return ContiguousRunner(accelerated)

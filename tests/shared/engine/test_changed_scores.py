@@ -113,7 +113,7 @@ def half_right(answer: list[int]) -> ScriptedLadder:
     return ScriptedLadder(draft)
 
 
-@pytest.mark.parametrize("name", tiered(KINDS, {"all", "bad words", "min_tokens"}))
+@pytest.mark.parametrize("name", tiered(KINDS, {"all"}))
 def test_answers_are_those_of_a_plain_loop(loaded, answer, name):
     """In one run, drafted, and resumed after any token, beside another request that counts tokens, too."""
     sampling = kinds(answer)[name]

@@ -26,6 +26,7 @@ from shared.model.sampling import SamplingParams
 from tests.fixed_costs import fixed_cost_engine
 from tests.hooked_runner import HookedRunner
 from tests.scripted_ladder import ScriptedLadder
+from tests.tiers import tiered
 from tests.waiting import wait_until
 from tests.worker import build_model, build_tokenizer
 
@@ -190,7 +191,7 @@ def check_nothing_is_left(engine: Engine) -> None:
     )
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", tiered(OWN, {"bind", "drafting no token", "making a cache"}))
 def test_a_requests_own_failure_ends_it_alone(loaded, alone, monkeypatch, name):
     case = OWN[name]
     with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:

@@ -17,6 +17,7 @@ from shared.model.sampling import SamplingParams, Trial
 from shared.ops import NO_TOKEN
 from tests.device_waits import Crossings, Reads
 from tests.drawn_trials import MIN_TEMPERATURE, SAMPLED, cases, row_alone
+from tests.tiers import tiered
 
 DRAWN = settings(max_examples=60)
 NUM_SEEDS = 1200
@@ -70,7 +71,7 @@ def test_the_kernel_draws_what_pytorch_and_the_host_draw(monkeypatch):
     assert len({int(token) for [token] in chosen}) > 50
 
 
-@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("has_kernels", tiered([True, False], {True}))
 @DRAWN
 @given(case=cases(temperatures=(0.0, *SAMPLED)))
 def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(has_kernels, case):

@@ -15,6 +15,7 @@ from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.numerics import numerics_of
 from tests.families import VOCABULARY_SIZE, build_family, load_family
 from tests.gguf_files import write_llama
+from tests.tiers import tiered
 
 IDS = torch.arange(2, 22)[None] % VOCABULARY_SIZE
 
@@ -41,7 +42,7 @@ def _logits_with_rounded_inputs(loaded: LoadedModel) -> Tensor:
 
 
 # Llama's layers are one op each, GPT-2's run by modules and store their weights transposed.
-@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+@pytest.mark.parametrize("family", tiered(["llama", "gpt2", "phi3"], {"llama"}))
 def test_matmuls_round_their_inputs(family: str, tmp_path: Path) -> None:
     def load(**options: object) -> LoadedModel:
         return load_family(tmp_path, family, torch.bfloat16, **options)
@@ -59,7 +60,7 @@ def test_matmuls_round_their_inputs(family: str, tmp_path: Path) -> None:
     assert without < 0.05
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", tiered(["llama", "gpt2"], {"gpt2"}))
 def test_passes_of_any_size_agree(family: str, tmp_path: Path) -> None:
     loaded = load_family(tmp_path, family, torch.bfloat16, compute_dtype=torch.bfloat16)
     assert numerics_of(ContiguousRunner(loaded)).is_exact

@@ -13,7 +13,7 @@ from shared.model.ragged import RaggedSequence
 from shared.model.substitution.apply import restore
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.ragged import Span
-from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family, by_tier
 
 DIRECT = ["llama", "llama-tied", "deepseek-r1-distill-llama", "qwen2.5", "qwen3", "mistral", "phi3"]
 DIRECT += ["gpt2", "opt", "gpt-neox", "phi2", "mixtral", "qwen3-moe", "ministral3"]
@@ -53,7 +53,7 @@ def _ids(*shape: int) -> Tensor:
     return torch.randint(2, VOCABULARY_SIZE, shape, generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("family", DIRECT)
+@pytest.mark.parametrize("family", by_tier(DIRECT))
 def test_passes_have_the_bits_of_the_models_own_forward_and_do_not_call_it(family):
     runner = ContiguousRunner(_loaded(family, **CHANGES.get(family, {})))
     other = _by_the_model(runner)

@@ -10,9 +10,10 @@ from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.footprint import footprint, kv_token_bytes
 from shared.model.load import load_model
 from shared.model.loaded import wrap_model
-from tests.families import FAMILIES, build_family
+from tests.families import FAMILIES, build_family, by_tier
 from tests.gguf_files import write_llama
 from tests.reasons import raises
+from tests.tiers import tiered
 from tests.worker import save_model
 
 CPU = torch.device("cpu")
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 MARGIN = 0.05
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_tier(FAMILIES))
 def test_keys_and_values_of_a_token_are_those_of_the_cache(family):
     loaded = wrap_model(build_family(family))
     config = loaded.model.config.get_text_config(decoder=True)
@@ -28,9 +29,9 @@ def test_keys_and_values_of_a_token_are_those_of_the_cache(family):
     assert kv_token_bytes(config, torch.bfloat16) == kv_token_bytes(config, torch.float32) // 2
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", tiered([True, False], {False}))
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K, Kind.F16])
+@pytest.mark.parametrize("kind", tiered([Kind.Q8_0, Kind.Q4_K, Kind.F16], {Kind.Q4_K}))
 def test_weights_of_a_file_are_those_that_are_packed(tmp_path, kind, dtype, tied):
     file = write_llama(tmp_path / "tiny.gguf", kind, width=512, inner=1024, tied=tied)
     found = footprint(file, CPU, dtype=dtype, context_length=100)

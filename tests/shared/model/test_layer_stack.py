@@ -15,6 +15,7 @@ from shared.model.runner import CapturedStates, captured_depths
 from shared.model.substitution import plan as plan_module
 from shared.ops.layer import LayerWeights
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from tests.tiers import tiered
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def _run(runner: ContiguousRunner, ids: Tensor, depths: list[int]) -> list[Tenso
     return states
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
+@pytest.mark.parametrize("family", tiered(["llama", "qwen3", "mistral-sliding"], {"mistral-sliding"}))
 @pytest.mark.parametrize("depths", [[0, NUM_LAYERS], [0, 2, NUM_LAYERS]])
 def test_a_pass_is_one_op_with_the_bits_of_single_layers(family, depths, spans):
     ids = torch.randint(2, VOCABULARY_SIZE, (1, 7))

@@ -13,7 +13,8 @@ from shared.model.cache import KVCache
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.numerics import Numerics, numerics_of
-from tests.families import FAMILIES, build_family
+from tests.families import FAMILIES, USUAL, build_family
+from tests.tiers import tiered
 
 PATHS = ("avx512", "avx2", "portable", "neon")
 # Adds its positions to the scores of attention in code of its own; and keeps torch's sums in its routers, which return
@@ -58,7 +59,7 @@ def bits(runner: ContiguousRunner, count: int) -> torch.Tensor:
     return runner.logits(runner.run(ids, cache, first=0, last=runner.num_layers, base=0))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", tiered(sorted(FAMILIES), USUAL | {"falcon-alibi"}))
 def test_every_family_keeps_the_promise_or_says_why_not(family: str) -> None:
     found = numerics(accelerated(family))
     assert found.is_exact == (family not in VARIANT)
@@ -87,7 +88,7 @@ def test_the_promise_is_tried_beyond_borders() -> None:
     assert found.why_not == "a token's bits depend on what else is in a pass"
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3-sliding", "falcon"])
+@pytest.mark.parametrize("family", tiered(["llama", "mixtral", "gemma3-sliding", "falcon"], {"llama"}))
 def test_an_id_is_shared_by_those_who_give_the_same_bits(family: str) -> None:
     runner = ContiguousRunner(accelerated(family))
     ids, logits = {}, {}

@@ -16,17 +16,17 @@ from shared.model.runner import captured_depths
 from shared.model.substitution import paged_attention
 from shared.ops import NO_TOKEN
 from tests.device_waits import Reads
-from tests.families import by_tier
 from tests.paged import NOT_PAGED, PAGED, load_family, make_runner
 from tests.passes import TOLERANCE, check_taps, distance, own_logits, random_ids
 from tests.recorders import NotRecordable, TracingRecorder
+from tests.tiers import tiered
 
 # Experts are multiplied group by group, and the tokens in a group depend on all tokens of the pass.
 INEXACT = {"mixtral", "qwen3-moe", "phimoe-longrope", "gpt-oss-sliding"}
 SPLIT = 2
 
 
-@pytest.fixture(scope="module", params=by_tier(PAGED))
+@pytest.fixture(scope="module", params=tiered(PAGED, {"llama", "mixtral", "gemma3-sliding"}))
 def runner(request: pytest.FixtureRequest) -> PagedRunner:
     return make_runner(load_family(request.param))
 
@@ -134,7 +134,7 @@ def test_what_was_prepared_is_not_recorded_again():
     assert recorder.num_recorded == prepared
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3-sliding"])
+@pytest.mark.parametrize("family", tiered(["llama", "gemma3-sliding"], {"llama"}))
 def test_half_precision_stays_near_the_models_own(family):
     runner = make_runner(load_family(family, torch.bfloat16))
     ids = random_ids(30)
@@ -196,7 +196,7 @@ def test_unrecorded_passes_are_the_recorded_ones(llama):
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("num_good", [0, 2])
+@pytest.mark.parametrize("num_good", tiered([0, 2], {2}))
 def test_recording_that_fails_half_way_leaves_nothing_recorded(llama, num_good):
     class Failing(TracingRecorder):
         def record(self, work):

@@ -15,6 +15,7 @@ from shared import ops
 from shared.ops import reference
 from shared.ops.experts import choose_experts, expert_table, experts
 from shared.ops.layer import LayerKV, LayerWeights, TensorTable, decoder_layers, stacked
+from tests.tiers import tiered
 
 DRAWN = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -240,7 +241,9 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("count", "num_experts"), [(1, 0), (3, 0), (20, 0), (1, 6), (3, 6), (20, 6)])
+@pytest.mark.parametrize(
+    ("count", "num_experts"), tiered([(1, 0), (3, 0), (20, 0), (1, 6), (3, 6), (20, 6)], {(3, 0), (3, 6)})
+)
 def test_threads_that_are_late_change_nothing(count: int, num_experts: int) -> None:
     """There are more threads than processors, so that some come when others have done their part, or many steps
     later."""

@@ -15,6 +15,7 @@ from shared.config import make_settings
 from shared.errors import InvalidInput
 from shared.rpc.tracing import export_traces
 from shared.worker_settings import WorkerSettings
+from tests.tiers import tiered
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
@@ -76,7 +77,7 @@ def _run(program=PROGRAM, **variables):
     return result.stdout.strip()
 
 
-@pytest.mark.parametrize("named", ["", "mine"])
+@pytest.mark.parametrize("named", tiered(["", "mine"], {"mine"}))
 def test_spans_reach_the_collector_under_the_services_name(collector, named):
     variables = {"OTEL_SERVICE_NAME": named} if named else {}
     assert _run(OTEL_EXPORTER_OTLP_ENDPOINT=collector.endpoint, **variables) == "True"

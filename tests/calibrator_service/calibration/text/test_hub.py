@@ -13,6 +13,8 @@ import pytest
 
 from tests.hub import Hub, hub
 
+# A process that imports datasets takes seconds.
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[4]
 LINES = b'{"text": "one"}\n{"text": "  "}\n{"text": "two", "n": 1}\n'
 # Reads each source of standard input and writes its texts, or the reason why not.
@@ -127,7 +129,6 @@ def answers(served: Hub, disk: Path) -> dict[str, Any]:
     return dict(zip(SOURCES, read(sources, disk, served.url), strict=True))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("what", SOURCES)
 def test_texts_or_reason(answers, what):
     expected, answer = SOURCES[what][1], answers[what]
@@ -139,7 +140,6 @@ def test_the_token_is_sent_only_for_datasets_allowed_by_name(answers, served):
     assert served.tokens == {("owner/named", "Bearer hf_of_the_operator")}
 
 
-@pytest.mark.full
 def test_an_unreachable_hub_is_unavailable(disk):
     (answer,) = read([{"name": "owner/plain"}], disk, "http://127.0.0.1:9")
     assert (answer["error"], answer["reason"]) == ("Unavailable", "DATASET_UNAVAILABLE")

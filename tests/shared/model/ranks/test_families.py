@@ -13,6 +13,7 @@ from tests.families import FAMILIES, VOCABULARY_SIZE, build_family, gemma4
 from tests.fixed_costs import fixed_cost_engine
 from tests.ranks import shared_model
 from tests.scripted_ladder import ScriptedLadder
+from tests.tiers import tiered
 
 NUM_NEW = 16
 PROMPTS = [tuple(range(3, 3 + length)) for length in (40, 6, 3)]
@@ -80,7 +81,7 @@ def test_exact_over_ranks_is_full_and_full_is_that_of_one_process(name, ranks, t
             assert answers[0][-1].num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("name", WITHOUT)
+@pytest.mark.parametrize("name", tiered(WITHOUT, {"gpt2"}))
 def test_a_family_without_a_plan_is_refused_before_its_weights_are_read(name, ranks, tmp_path):
     _refused(ranks, tmp_path, name, f"no tensor-parallel plan for {WITHOUT[name]}")
 

@@ -33,6 +33,7 @@ from shared.model.substitution import apply
 from shared.model.substitution import rotary as rotary_files
 from shared.model.substitution.layer import FusedLayer
 from tests.gguf_files import write_llama
+from tests.tiers import tiered
 from tests.worker import save_model
 
 MAX_BYTES = 1 << 30
@@ -94,7 +95,7 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("form", ["gguf", "safetensors"])
+@pytest.mark.parametrize("form", tiered(["gguf", "safetensors"], {"gguf"}))
 def test_a_later_start_gives_the_same_bits_and_does_nothing_again(
     tmp_path: Path, folder: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,22 +124,21 @@ def load_plain(path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     return load_model(path)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda entry: _flip(entry / "packed", 200),
-        lambda entry: _flip(entry / "packed", 3),
-        lambda entry: _cut(entry / "packed"),
-        lambda entry: (entry / "packed").unlink(),
-        lambda entry: _flip(entry / "facts.json", 300),
-        lambda entry: _cut(entry / "facts.json"),
-        lambda entry: (entry / "facts.json").write_bytes(b"[]"),
-    ],
-    ids=["flipped", "header", "cut", "gone", "facts flipped", "facts cut", "facts of another kind"],
-)
-def test_what_is_damaged_is_made_anew(model: Path, folder: Path, damage: Callable[[Path], object]) -> None:
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": lambda entry: _flip(entry / "packed", 200),
+    "header": lambda entry: _flip(entry / "packed", 3),
+    "cut": lambda entry: _cut(entry / "packed"),
+    "gone": lambda entry: (entry / "packed").unlink(),
+    "facts flipped": lambda entry: _flip(entry / "facts.json", 300),
+    "facts cut": lambda entry: _cut(entry / "facts.json"),
+    "facts of another kind": lambda entry: (entry / "facts.json").write_bytes(b"[]"),
+}
+
+
+@pytest.mark.parametrize("damage", tiered(DAMAGES, {"flipped", "facts flipped"}))
+def test_what_is_damaged_is_made_anew(model: Path, folder: Path, damage: str) -> None:
     expected = _logits(_start(model, folder))
-    damage(_entry(folder))
+    DAMAGES[damage](_entry(folder))
     anew = _start(model, folder)
     assert not _remembers(anew)
     assert torch.equal(_logits(anew), expected)
@@ -160,7 +160,7 @@ def test_an_entry_under_a_foreign_name_is_not_believed(tmp_path: Path, model: Pa
     assert [line["reason"] for line in logs if "damaged" in line["event"]] == ["it belongs to something else"]
 
 
-@pytest.mark.parametrize("part", ["code", "versions", "processor", "threads", "variables"])
+@pytest.mark.parametrize("part", tiered(["code", "versions", "processor", "threads", "variables"], {"code"}))
 def test_another_build_or_machine_proves_anew(
     model: Path, folder: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,7 +375,7 @@ def test_the_promise_is_tried_again_if_the_bits_are_others(model: Path, folder: 
 
 
 @pytest.mark.parametrize("form", ["gguf", "safetensors"])
-@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("dtype", tiered([None, torch.float16], {None}))
 def test_a_fingerprint_that_is_found_later_is_the_same(
     tmp_path: Path, folder: Path, form: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,18 +400,17 @@ def test_costs_are_measured_again_when_they_are_old(model: Path, folder: Path, m
     assert second.facts.values[name]["measured_s"] > first.facts.values[name]["measured_s"]
 
 
-@pytest.mark.parametrize(
-    "where",
-    [(ContiguousRunner, "run_ragged"), (GatedModel, "normed"), (FusedLayer, "fused"), (rotary_files, "acquire")],
-    ids=lambda where: where[1],
-)
+SHORT = {"run_ragged": ContiguousRunner, "normed": GatedModel, "fused": FusedLayer, "acquire": rotary_files}
+
+
+@pytest.mark.parametrize("where", tiered(SHORT, {"run_ragged"}))
 def test_memory_that_is_short_at_a_start_is_no_property_of_the_model(model, tmp_path, folder, monkeypatch, where):
     def refuse(*given: object, **named: object) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
 
     expected = ContiguousRunner(_start(model, tmp_path / "another"))
     with monkeypatch.context() as patch:
-        patch.setattr(*where, refuse)
+        patch.setattr(SHORT[where], where, refuse)
         with pytest.raises(Exhausted) as raised:
             _start_contiguous(model, folder)
     assert raised.value.reason == "OUT_OF_MEMORY"

@@ -19,7 +19,8 @@ from shared.model.substitution import plan as plan_module
 from shared.model.substitution.apply import AccelerationReport, accelerate, restore
 from shared.model.substitution.layer import FusedLayer
 from shared.ops.layer import LayerKV, LayerWeights, decoder_layers
-from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family, load_family
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family, by_tier, load_family
+from tests.tiers import tiered
 
 FUSED = ["llama", "qwen2.5", "qwen3", "mistral-sliding", "phi3-sliding"]
 FUSED += ["gemma3-sliding", "gpt2", "opt", "gpt-neox", "phi2", "mixtral", "qwen3-moe", "ministral3"]
@@ -57,7 +58,7 @@ def _in_parts(model: PreTrainedModel, ids: Tensor, parts: list[int]) -> Tensor:
     return torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", by_tier(FUSED))
 def test_layers_as_one_op_have_the_bits_of_their_modules(family, fused_calls):
     model = build_family(family)
     assert accelerate(model).layers == NUM_LAYERS
@@ -111,7 +112,7 @@ def test_bits_are_compared_with_the_rounding_that_will_be_used(monkeypatch, tmp_
     assert load(compute_dtype=torch.bfloat16).layers == 0
 
 
-@pytest.mark.parametrize("family", ["gemma3-sliding", "gpt2", "gpt-neox", "mixtral"])
+@pytest.mark.parametrize("family", tiered(["gemma3-sliding", "gpt2", "gpt-neox", "mixtral"], {"gpt2"}))
 def test_layers_are_one_op_with_rounded_inputs_too(family, tmp_path: Path):
     report = load_family(tmp_path, family, torch.bfloat16, compute_dtype=torch.bfloat16).acceleration
     assert report is not None

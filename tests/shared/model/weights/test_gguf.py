@@ -98,7 +98,9 @@ def test_a_matrix_in_blocks_is_read_once(file: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("tied", tiered([True, False], {True}))
-@pytest.mark.parametrize("kinds", [*SMALL, LARGE, MIXED], ids=lambda k: getattr(k, "name", "K"))
+@pytest.mark.parametrize(
+    "kinds", tiered([*SMALL, LARGE, MIXED], [Kind.Q8_0, MIXED]), ids=lambda k: getattr(k, "name", "K")
+)
 def test_a_model_in_blocks_is_the_dequantised_model(tmp_path: Path, kinds: Kind | dict[str, Kind], tied: bool) -> None:
     size = {"width": 256, "inner": 256} if isinstance(kinds, dict) else {}
     path = write_llama(tmp_path / "tiny.gguf", kinds, tied=tied, **size)

@@ -72,7 +72,9 @@ def as_on_a_gpu(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-@pytest.mark.parametrize(("name", "shards"), [*((name, 1) for name in KEPT), ("awq", 3), ("gptq", 3)])
+@pytest.mark.parametrize(
+    ("name", "shards"), tiered([*((name, 1) for name in KEPT), ("awq", 3), ("gptq", 3)], {("awq", 1), ("gptq", 3)})
+)
 def test_a_cpu_multiplies_by_the_files_numbers(name: str, shards: int, tmp_path: Path) -> None:
     settings, kind, _ = KEPT[name]
     wide = save_folder(tmp_path, settings, shards=shards)
@@ -184,7 +186,7 @@ def test_another_dtype_is_what_was_asked_for(dtype: torch.dtype, tmp_path: Path)
     assert loaded.fingerprint == fingerprint(wide)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq, symmetric", "gptq of 8 bits"])
+@pytest.mark.parametrize("name", tiered(["awq", "gptq, symmetric", "gptq of 8 bits"], {"awq"}))
 def test_it_takes_what_was_said_beforehand_and_a_tenth_more_than_the_file(name: str, tmp_path: Path) -> None:
     save_folder(tmp_path, KEPT[name][0] | {"group_size": 128}, width=512)
     on_disk = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
