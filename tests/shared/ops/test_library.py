@@ -250,7 +250,7 @@ def test_a_failed_build_shows_what_the_compiler_said(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="widens the kernels by x86 flags")
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_the_paths_of_wider_instruction_sets_hold(tmp_path: Path) -> None:
     """The tiles and panel groups of AVX-512, on 16 lanes that the compiler builds from narrower ones. To compile them
     takes minutes. A processor with AVX-512 runs them as they are, by the same tests."""
