@@ -13,7 +13,6 @@ have, the share of them that was right, and the speed over full depth that follo
 """
 
 import argparse
-from bisect import bisect_left
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -46,15 +45,10 @@ def point(text: str) -> Point:
 
 
 def costs_of(points: Sequence[Point]) -> PassCosts:
-    """Of passes over 1 to 9 tokens on the lines between the points, and the points beyond."""
-
-    def on_line(tokens: int) -> float:
-        at = min(max(bisect_left(points, (tokens, 0.0)), 1), len(points) - 1)
-        (least, least_s), (most, most_s) = points[at - 1], points[at]
-        return least_s + (most_s - least_s) * (tokens - least) / (most - least)
-
-    verify = tuple(map(on_line, range(1, MAX_PASS_TOKENS + 1)))
-    return PassCosts(verify, wide=tuple(each for each in points if each[0] > MAX_PASS_TOKENS))
+    """Of passes over 1 to 9 tokens on the lines between the points, the first of one token, and the points beyond."""
+    (_, first_s), *wide = points
+    known = PassCosts((first_s,), wide=tuple(wide))
+    return PassCosts(tuple(map(known.pass_s, range(1, MAX_PASS_TOKENS + 1))), wide=known.wide)
 
 
 @dataclass(frozen=True)
@@ -108,9 +102,7 @@ class Tally:
 def measure(options: argparse.Namespace) -> None:
     """Prints the table of one model."""
     alone_s, each_more_s, each_draft_s = (milliseconds / 1e3 for milliseconds in options.exit_ms)
-    costs = GivenCosts(
-        costs_of(sorted(options.pass_ms)), ExitCost(alone_s, each_more_s, each_draft_s, MAX_PASS_TOKENS - 1)
-    )
+    costs = GivenCosts(costs_of(options.pass_ms), ExitCost(alone_s, each_more_s, each_draft_s, MAX_PASS_TOKENS - 1))
     loaded, ladder = load(options), read_ladder(options.router)
     prompts = [ids[-options.last :] for ids in first_turns(loaded, options.prompts, options.per_task)]
     tally = Tally(costs, 1)
@@ -146,7 +138,9 @@ def main() -> None:
     add_device(parser)
     add_dtypes(parser)
     add_prompts(parser, 4)
-    parser.add_argument("--pass-ms", type=point, nargs="+", required=True, metavar="TOKENS:MS", help="of two or more")
+    parser.add_argument(
+        "--pass-ms", type=point, nargs="+", required=True, metavar="TOKENS:MS", help="of 1 and larger numbers"
+    )
     parser.add_argument(
         "--exit-ms", type=float, nargs=3, default=[1.0, 0.2, 0.5], metavar=("ALONE", "CHAIN", "DRAFT"),
         help="of a call for one chain, and more for each further chain and each further draft",
@@ -155,8 +149,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--last", type=int, default=250, help="tokens of each prompt")
     for options in each_model(parser):
-        if len(options.pass_ms) < 2:
-            parser.error("--pass-ms needs costs of at least two numbers of tokens")
+        options.pass_ms.sort()
+        if len(options.pass_ms) < 2 or options.pass_ms[0][0] != 1:
+            parser.error("--pass-ms needs the cost of one token and of at least one larger number")
         measure(options)
 
 

@@ -23,9 +23,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # jsonschema would make 38 grammars of it, of a second in each process; no test asks for such a format.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 
-# A test's usual limit: `timeout` of pyproject.toml.
-LIMIT_S = 300.0
-
 # A machine with a GPU may have torch and transformers alone: tests/gpu asks for no more.
 if find_spec("hypothesis"):
     from hypothesis import settings
@@ -58,12 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that run
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with a test of a longer limit than usual come first: handed out whole, none is left alone at the end."""
+    usual_s = float(config.getini("timeout"))
     longest: dict[Path, float] = {}
     for item in items:
         limit = item.get_closest_marker("timeout")
-        longest[item.path] = max(longest.get(item.path, LIMIT_S), limit.args[0] if limit else 0)
+        longest[item.path] = max(longest.get(item.path, usual_s), limit.args[0] if limit else 0)
     items.sort(key=lambda item: -longest[item.path])
 
 

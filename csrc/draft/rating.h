@@ -99,10 +99,12 @@ struct Position {
   }
   NEAP_BOTH int best(bool of_exits) const {
     int found = -1;
+    double most = -1.0;
     for (int i = 0; i < count; ++i) {
       if (drafts[i].is_exit() != of_exits || !is_first(i)) continue;
       const int sure = surest(of_exits, drafts[i].token);
-      if (weight(sure) > (found < 0 ? -1.0 : weight(found))) found = sure;
+      const double weighed = weight(sure);
+      if (weighed > most) found = sure, most = weighed;
     }
     return found;
   }

@@ -9,13 +9,10 @@ import pytest
 
 from tests.chat_gateways import chat_gateway
 from tests.chats import HERMES
+from tests.tiers import tiered
 from tests.worker import build_tokenizer
 
 TOOLS = [json.loads(line) for line in Path(__file__).with_name("tools.jsonl").read_text().splitlines()]
-# One in every run.
-CASES = [
-    pytest.param(tool, id=tool["name"], marks=[pytest.mark.full] if place else []) for place, tool in enumerate(TOOLS)
-]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +32,7 @@ def ask(tmp_path_factory):
         yield ask
 
 
-@pytest.mark.parametrize("tool", CASES)
+@pytest.mark.parametrize("tool", tiered(TOOLS, TOOLS[:1]), ids=lambda tool: tool["name"])
 def test_arguments_and_answers_fulfil_the_schema(ask, tool):
     name, schema = tool["name"], tool["parameters"]
     function = {"name": name, "parameters": schema, "strict": True}
