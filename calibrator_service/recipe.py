@@ -20,6 +20,7 @@ from shared.calibrator_settings import CalibratorSettings
 from shared.cpus import usable_cpus
 from shared.errors import Cancelled
 from shared.files import sync_folder, write_synced
+from shared.light_imports import import_transformers_lightly
 from shared.registry.encoding import canonical_json
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def run(
     Raises NeapError: NotFound and UnsupportedModel from loading, Cancelled, and the errors of `calibrate`.
     """
     # Imported here, so that the service and the tests of a job's process need no torch.
+    import_transformers_lightly()
     import torch
 
     from calibrator_service.calibration.pipeline import calibrate_together

@@ -8,8 +8,8 @@ if __name__ == "__main__":
 import os
 import sys
 
-from inference_service.light_imports import import_transformers_lightly
 from shared.cpus import size_thread_pools, usable_cpus
+from shared.light_imports import import_transformers_lightly
 from shared.memory import release_free_memory, share_heaps
 from shared.rpc.logs import log_all_output
 
@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before anything below imports torch
     log_all_output()
     size_thread_pools()
     share_heaps()
+    # Distributed tensors need what is left out.
     if "NEAP_TENSOR_PARALLEL" not in os.environ and not any(a.startswith("--tensor-parallel") for a in sys.argv):
         import_transformers_lightly()
 

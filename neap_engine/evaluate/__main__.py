@@ -6,9 +6,11 @@ Standard output gets one JSON object per line: {"measured", "total"} after each 
 """
 
 from shared.cpus import size_thread_pools
+from shared.light_imports import import_transformers_lightly
 
 if __name__ == "__main__":  # before anything below imports torch
     size_thread_pools()
+    import_transformers_lightly()
 
 import argparse
 import hashlib

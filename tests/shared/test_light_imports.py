@@ -1,4 +1,4 @@
-"""What a worker imports at its start, and that torch's compiler still works when it comes late."""
+"""What a worker and a calibration import, and that torch's compiler still works when it comes late."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ HEAVY = (
 # One process for all: each part prints a line, and the later ones import more.
 PROGRAM = f"""
 import json, sys
-from inference_service.light_imports import import_transformers_lightly
+from shared.light_imports import import_transformers_lightly
 import_transformers_lightly()
 import torch
 import inference_service.__main__
@@ -46,6 +46,11 @@ with Calls():
     torch.ones(2) + 1
 with torch.device("meta"):
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+weight = torch.nn.Parameter(torch.ones(1))  # as a calibration learns, alone or as one of several processes
+weight.sum().backward()
+torch.optim.AdamW([weight]).step()
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+torch.distributed.destroy_process_group()
 print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))
 
 from pathlib import Path

@@ -1,5 +1,5 @@
 """Imports torch and transformers without what a service never runs.
-For main modules, before anything else imports them.
+For processes that belong to neap, before anything else in them imports transformers.
 
 Transformers' modelling code imports torch's compiler, distributed tensors and scipy, for kernels of some GPUs, for
 sharded training and for losses of object detection. That is half of a worker's imports, and 80 MB. It also reads all of
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 _COMPILER = "torch._dynamo"
@@ -46,7 +46,9 @@ _LISTING = "transformers.utils.import_utils"
 
 
 def import_transformers_lightly() -> None:
-    """Does nothing for what is imported already."""
+    """Does nothing for what is imported already, and nothing at all where transformers' modelling code is."""
+    if "transformers.modeling_utils" in sys.modules:
+        return
     import torch
 
     if _COMPILER not in sys.modules:
@@ -202,6 +204,8 @@ class _LateCompiler(_LateModule):
     def __init__(self) -> None:
         super().__init__(_COMPILER)
         self._marked: list[tuple[str, Function]] = []
+        # A group of processes clears what the rules remember as it begins.
+        self.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
 
     def allow_in_graph(self, function: Function) -> Function:
         self._marked.append(("allow_in_graph", function))
@@ -210,6 +214,9 @@ class _LateCompiler(_LateModule):
     def assume_constant_result(self, function: Function) -> Function:
         self._marked.append(("assume_constant_result", function))
         return function
+
+    def graph_break(self, *_: Any, **__: Any) -> None:
+        """Optimisers ask for one at each step. Nothing is compiled yet."""
 
     def disable(self, function: Function | None = None, *args: Any, **options: Any) -> Function:
         def late(target: Function) -> Function:
@@ -225,6 +232,7 @@ class _LateCompiler(_LateModule):
 
     def _load(self) -> None:
         marked = self._marked
+        del self.trace_rules  # which the compiler's own would not replace
         super()._load()
         for mark, function in marked:
             getattr(self, mark)(function)
