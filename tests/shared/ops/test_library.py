@@ -258,7 +258,7 @@ def test_the_paths_of_wider_instruction_sets_hold(tmp_path: Path) -> None:
         ops.set_cpu_isa("avx512")
         ops.set_cpu_isa("auto")
         pytest.skip("this processor has AVX-512")
-    wide = f"{build.COMMON_FLAGS} {build.KERNEL_FLAGS} -mavx2 -mfma -DNEAP_PORTABLE_LANES=16 -O1"
+    wide = f"{build.COMMON_FLAGS} {build.KERNEL_FLAGS} -mavx2 -mfma -DNEAP_PORTABLE_LANES=16 -O0"
     kernels, wider = tmp_path / "kernels.o", tmp_path / "wide.so"
     compiler = build.find_compiler()
     source = str(build.SOURCES / "cpu" / "kernels.cpp")

@@ -3,6 +3,7 @@
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,35 +14,44 @@ from shared.ops import build
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 QEMU = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
-PROGRAM = Path(__file__).with_name("kernels_alone.cpp")
+# ARM64's C library, where Debian's package libc6-arm64-cross has it. To compile one takes minutes.
+LIBRARIES = Path(QEMU or "/usr/bin/x").parents[1] / "aarch64-linux-gnu"
+PROGRAM, NO_CXX_LIBRARY = (Path(__file__).with_name(f"{name}.cpp") for name in ("kernels_alone", "no_cxx_library"))
 # A processor that QEMU plays -> the widest set that it has.
 PROCESSORS = {"cortex-a72": "neon", "neoverse-n1": "dotprod", "max": "i8mm"}
 
+Emulated = Callable[[str], tuple[str, ...]]  # the command for a processor
 
-def _linked(compiler: str, objects: dict[str, Path], program: Path) -> Path:
-    kernels = [str(path) for name, path in objects.items() if name.startswith(("kernels_", "pack", "dispatch"))]
-    flags = f"-std=c++20 -O2 -Werror -I{build.SOURCES}"
-    command = f"{compiler} {flags} {PROGRAM} {' '.join(kernels)} -o {program}"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+
+def _linked(compiler: str, objects: dict[str, Path], program: Path, *others: Path, linking: str = "") -> Path:
+    linked = [str(path) for name, path in objects.items() if name.startswith(("kernels_", "pack", "dispatch"))]
+    for source in (PROGRAM, *others):
+        linked.append(f"{program}_{source.stem}.o")
+        _said("sh", "-c", f"{compiler} -std=c++20 -O2 -Werror -I{build.SOURCES} -c {source} -o {linked[-1]}")
+    _said("sh", "-c", f"{compiler} {linking} {' '.join(linked)} -o {program}")
     return program
+
+
+def _said(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.returncode} of {' '.join(command)}: {done.stdout}{done.stderr}"
+    return done.stdout
 
 
 def _results(*command: str) -> tuple[str, dict[str, str]]:
     """The set that ran, and case -> hash of its numbers."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.returncode} of {' '.join(command)}: {done.stdout}{done.stderr}"
-    name, *lines = done.stdout.splitlines()
+    name, *lines = _said(*command).splitlines()
     return name, dict(line.split(", ") for line in lines)
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if QEMU is None:
-        pytest.skip("no qemu-aarch64: it is in Debian's package qemu-user-static and in no package of PyPI")
-    # Objects without torch call nothing that musl has not, whose programs need no files of the other system.
-    objects, compiler = build.cross_compile("aarch64-linux-gnu"), build.cross_compiler("aarch64-linux-musl")
-    return _linked(f"{compiler} -static", objects, tmp_path_factory.mktemp("arm64") / "kernels")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    if QEMU is None or not LIBRARIES.exists():
+        pytest.skip("needs qemu-aarch64 and libc6-arm64-cross, which are packages of Debian and of no others")
+    compiler = f"{build.cross_compiler('aarch64-linux-gnu')} -fno-exceptions"
+    objects, program = build.cross_compile("aarch64-linux-gnu"), tmp_path_factory.mktemp("arm64") / "kernels"
+    _linked(compiler, objects, program, NO_CXX_LIBRARY, linking="-nostdlib++")
+    return lambda processor: (str(QEMU), "-L", str(LIBRARIES), "-cpu", processor, str(program))
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +63,18 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_an_arm_processor_runs_the_widest_set_that_it_has(processor: str, emulated: Path) -> None:
+def test_an_arm_processor_runs_the_widest_set_that_it_has(processor: str, emulated: Emulated) -> None:
     """Every format in every height of tile against sums in double precision; a wider set is refused without a crash."""
-    assert _results(QEMU, "-cpu", processor, str(emulated))[0] == PROCESSORS[processor]
+    assert _results(*emulated(processor))[0] == PROCESSORS[processor]
     widest = list(PROCESSORS.values()).index(PROCESSORS[processor])
     for name in list(PROCESSORS.values())[widest + 1 :]:
-        assert subprocess.run([QEMU, "-cpu", processor, str(emulated), name], check=False).returncode == 2
+        assert subprocess.run([*emulated(processor), name], check=False).returncode == 2
 
 
-def test_the_sets_of_arm_give_the_bits_of_one_another_and_of_x86(emulated: Path, native: Path) -> None:
+def test_the_sets_of_arm_give_the_bits_of_one_another_and_of_x86(emulated: Emulated, native: Path) -> None:
     """All but sums of bfloat16 pairs, which BFDOT rounds in an order of its own, and attention, whose softmax sums as
     many numbers at once as a vector has lanes."""
-    found = {name: _results(QEMU, "-cpu", "max", str(emulated), name)[1] for name in PROCESSORS.values()}
+    found = {name: _results(*emulated("max"), name)[1] for name in PROCESSORS.values()}
     if platform.machine() == "x86_64" and subprocess.run([native, "avx2"], check=False, stdout=-3).returncode != 2:
         found["avx2"] = _results(str(native), "avx2")[1]
     for name, results in found.items():
