@@ -50,7 +50,7 @@ void Confidence::record(const Draft* drafts, int count, int32_t token) {
 }
 
 void Confidence::Fit::add(double said, bool is_right) {
-  const double x = log_odds_of(said), probability = probability_of(correction.constant + correction.weight * x);
+  const double x = Correction::said(said), probability = probability_of(correction.constant + correction.weight * x);
   const double wrong = (double)is_right - probability, curvature = probability * (1.0 - probability);
   of_constant = kKept * of_constant + curvature;
   of_both = kKept * of_both + curvature * x;

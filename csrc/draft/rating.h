@@ -31,6 +31,8 @@ struct JointWeights {
 };
 
 inline constexpr double kSurest = 0.999;
+// The log-odds beyond which what is said counts as no surer or less sure, where it is corrected: .05 and .95.
+inline constexpr double kFarthestSaid = 3.0;
 
 NEAP_BOTH inline double log_odds_of(double probability) {
   probability = limited(probability, 0.001, kSurest);
@@ -43,7 +45,10 @@ struct Correction {
   double constant = 0.0, weight = 1.0;
   NEAP_BOTH double of(double probability) const {
     if (constant == 0.0 && weight == 1.0) return probability;
-    return probability_of(constant + weight * log_odds_of(probability));
+    return probability_of(constant + weight * said(probability));
+  }
+  NEAP_BOTH static double said(double probability) {
+    return limited(log_odds_of(probability), -kFarthestSaid, kFarthestSaid);
   }
 };
 

@@ -84,6 +84,8 @@ def test_what_is_said_too_high_and_too_low_is_corrected_at_once() -> None:
         confidence.record([[draft(7, said)]], [7 if draw.random() < shares[said] else 8])
     for said, share in shares.items():
         assert probabilities(confidence, draft(7, said))[7] == pytest.approx(share, abs=0.08)
+    for surer, sure in ((0.999, 0.96), (0.001, 0.04)):
+        assert probabilities(confidence, draft(7, surer)) == probabilities(confidence, draft(7, sure))
 
 
 def test_another_kind_of_text_is_learnt_in_a_hundred_drafts() -> None:
@@ -98,7 +100,7 @@ def test_another_kind_of_text_is_learnt_in_a_hundred_drafts() -> None:
 
 def test_no_draft_is_certain() -> None:
     confidence = new_confidence()
-    for _ in range(200):
+    for _ in range(2000):
         confidence.record([[draft(7, 0.5)]], [7])
     assert probabilities(confidence, draft(7, 0.999)) == {7: MOST}
     for extreme in (1e-9, 1.0):
