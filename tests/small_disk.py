@@ -10,7 +10,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 
 
-def run_on_small_disk(folder: Path, size: str, *command: object, timeout_s: float = 120) -> str:
+def run_on_small_disk(folder: Path, size: str, *command: object, timeout_s: float = 300) -> str:
     """Runs `command` where `folder` is an empty tmpfs of `size` ("1m") and returns its standard output.
 
     Skips the test where mounting is not allowed.

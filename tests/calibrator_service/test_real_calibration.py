@@ -108,7 +108,7 @@ def test_a_disk_that_is_full_to_its_last_byte_loses_no_job(model_folder, tmp_pat
     script = Path(__file__).with_name("full_disk.py")
     (tmp_path / "disk").mkdir()
     command = (sys.executable, script, tmp_path / "disk", model_folder, *phases)
-    said = run_on_small_disk(tmp_path / "disk", "96m", *command, timeout_s=280)
+    said = run_on_small_disk(tmp_path / "disk", "96m", *command, timeout_s=800)
     ends = [json.loads(line) for line in said.splitlines()]
     print(ends)
     assert [end["phase"] for end in ends] == list(phases)

@@ -7,7 +7,7 @@ from tests.worker import build_model, build_tokenizer
 
 @pytest.fixture(scope="session")
 def loaded():
-    return wrap_model(build_model(), build_tokenizer(), model_id="tiny")
+    return wrap_model(build_model(), build_tokenizer(), model_id="tiny", accelerate=True)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def plain() -> hf.PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def loaded(tokenizer: hf.PreTrainedTokenizerFast) -> LoadedModel:
-    return wrap_model(build_model(), tokenizer)
+    return wrap_model(build_model(), tokenizer, accelerate=True)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ __all__ = ["unwritten_positions_are_nan"]
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return wrap_model(build_family("llama"))
+    return wrap_model(build_family("llama"), accelerate=True)
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def run(program: Path, calls: Sequence[Call]) -> None:
         capture_output=True,
         check=False,
         env=environment,
-        timeout=120,
+        timeout=300,
     )
     if result.returncode != 0:
         raise EmulationError(result.stderr.decode(errors="replace")[-3000:])
