@@ -134,9 +134,19 @@ class JoinedRanks(Ranks):
         except RuntimeError as error:  # all that torch.distributed raises
             raise Unavailable(
                 f"another rank of this calibration has ended or did not answer within {timeout_s:.0f} s, so rank "
-                f"{self.rank} cannot go on: {first_line(error)}",
+                f"{self.rank} cannot go on: {self._closed()}{first_line(error)}",
                 reason="RANK_LOST",
             ) from error
+
+    def _closed(self) -> str:
+        """The ranks whose connections are closed, in words. What torch raises then has their addresses alone."""
+        closed = []
+        for rank in {*range(self.size)} - {self.rank}:
+            try:
+                dist.isend(torch.zeros(1), rank)
+            except RuntimeError:
+                closed.append(str(rank))
+        return f"Ranks {', '.join(closed)} have ended: " if closed else ""
 
 
 @contextmanager
