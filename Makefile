@@ -33,9 +33,11 @@ CLANG_FORMATTED := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name
 SCRIPTS := .ci/run .ci/debian .ci/proto-breaking
 # Prints what a command says, and an advice, only if it fails.
 quietly = out=$$($(1) 2>&1) || { echo "$$out" >&2; $(if $(2),echo "$(2)" >&2;) exit 1; }
-# What pip is configured to use, in uv's words: name of pip's setting, name of uv's.
+# What pip is configured to use, in uv's words: name of pip's setting, name of uv's. As by pip, a path that is not there
+# is left out.
 as_pip = $$($(BIN)/pip config list | sed -n "s/^[^=]*\.$(1)='\(.*\)'$$/\1/p" | head -n 1 | sed 's/\\n/ /g' | \
-	xargs -r -n 1 printf '$(2)=%s\n')
+	tr ' ' '\n' | while read -r value; do case "$$value" in *://*) ;; *) [ -e "$$value" ] || continue ;; esac; \
+	echo "$(2)=$$value"; done)
 # uv finds in seconds what fits together, for which pip takes minutes.
 INSTALL = env $(call as_pip,cert,SSL_CERT_FILE) $(BIN)/uv pip install --quiet --python $(BIN)/python \
 	--compile-bytecode --index-strategy unsafe-best-match $(call as_pip,extra-index-url,--index) \
