@@ -139,11 +139,13 @@ class JoinedRanks(Ranks):
             ) from error
 
     def _closed(self) -> str:
-        """The ranks whose connections are closed, in words. What torch raises then has their addresses alone."""
+        """The ranks whose connections are closed, in words. What torch raises then has their addresses alone. Nobody
+        hears what the others are sent here: this rank ends."""
         closed = []
-        for rank in {*range(self.size)} - {self.rank}:
+        for rank in range(self.size):
             try:
-                dist.isend(torch.zeros(1), rank)
+                if rank != self.rank:
+                    dist.isend(torch.zeros(1), rank)
             except RuntimeError:
                 closed.append(str(rank))
         return f"Ranks {', '.join(closed)} have ended: " if closed else ""

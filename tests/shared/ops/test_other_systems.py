@@ -1,5 +1,6 @@
 """csrc/ for ARM64 and for macOS, on a machine that is neither: compiled by clang of PyPI's ziglang, and run by QEMU."""
 
+import os
 import platform
 import shutil
 import subprocess
@@ -14,8 +15,9 @@ from shared.ops import build
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 QEMU = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
-# ARM64's C library, where Debian's package libc6-arm64-cross has it. To compile one takes minutes.
-LIBRARIES = Path(QEMU or "/usr/bin/x").parents[1] / "aarch64-linux-gnu"
+# ARM64's C library as Debian's package libc6-arm64-cross has it, beside programs. To compile one takes minutes.
+BESIDE_PROGRAMS = (Path(folder).parent / "aarch64-linux-gnu" for folder in os.get_exec_path())
+LIBRARIES = next((folder for folder in BESIDE_PROGRAMS if (folder / "lib" / "libc.so.6").exists()), None)
 PROGRAM, NO_CXX_LIBRARY = (Path(__file__).with_name(f"{name}.cpp") for name in ("kernels_alone", "no_cxx_library"))
 # A processor that QEMU plays -> the widest set that it has.
 PROCESSORS = {"cortex-a72": "neon", "neoverse-n1": "dotprod", "max": "i8mm"}
@@ -46,7 +48,7 @@ def _results(*command: str) -> tuple[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    if QEMU is None or not LIBRARIES.exists():
+    if QEMU is None or LIBRARIES is None:
         pytest.skip("needs qemu-aarch64 and libc6-arm64-cross, which are packages of Debian and of no others")
     compiler = f"{build.cross_compiler('aarch64-linux-gnu')} -fno-exceptions"
     objects, program = build.cross_compile("aarch64-linux-gnu"), tmp_path_factory.mktemp("arm64") / "kernels"
