@@ -56,7 +56,7 @@ class ConstraintState:
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids, self._ends = eos_token_ids, sorted(eos_token_ids)
         self._has_ended = False
-        self._left_s = MOST_S
+        self._left_s, self._clock = MOST_S, perf_counter
         # The drafts that the matcher has consumed.
         self._path: list[int] = []
         self._masks: dict[tuple[int, ...], Allowed] = {}
@@ -112,7 +112,7 @@ class ConstraintState:
         if self.has_ended(path):
             return None
         self._go_to(path)
-        text = self._ask(perf_counter, self._matcher.compute_ff_bytes)[:MAX_BEGUN]
+        text = self._ask(self._clock, self._matcher.compute_ff_bytes)[:MAX_BEGUN]
         return next(iter(self._tokenizer.tokenize_bytes(text)), None) if text else None
 
     def allows(self, path: Sequence[int], token: int) -> bool:
@@ -123,8 +123,8 @@ class ConstraintState:
             return token == only
         self._go_to(path)
         if token in self._eos_token_ids:
-            return self._ask(perf_counter, self._matcher.is_accepting)
-        return self._ask(perf_counter, self._matcher.validate_tokens, [token]) == 1
+            return self._ask(self._clock, self._matcher.is_accepting)
+        return self._ask(self._clock, self._matcher.validate_tokens, [token]) == 1
 
     def rows(self, drafts: Sequence[int]) -> "Rows":
         """The tokens that may follow the first i of `drafts`, in row i."""
@@ -137,7 +137,7 @@ class ConstraintState:
         self._go_to(path)
         # Where text is forced, masks allow it as the tokenizer would write it. All that may follow the end of a text
         # that cannot go on is its token.
-        text = self._ask(perf_counter, self._matcher.compute_ff_tokens)[:MAX_RUN]
+        text = self._ask(self._clock, self._matcher.compute_ff_tokens)[:MAX_RUN]
         forced = list(takewhile(lambda token: token not in self._eos_token_ids, text))
         if not forced and self._matcher.is_stopped() and self._matcher.is_accepting():
             forced = list(self._eos_token_ids) if len(self._eos_token_ids) == 1 else []
@@ -172,7 +172,7 @@ class ConstraintState:
         same = next((place for place, (consumed, draft) in pairs if consumed != draft), shorter)
         self._matcher.rollback(len(self._path) - same)
         self._path = list(path)
-        num_consumed = self._ask(perf_counter, self._matcher.try_consume_tokens, self._path[same:])
+        num_consumed = self._ask(self._clock, self._matcher.try_consume_tokens, self._path[same:])
         assert num_consumed == len(path) - same, "a draft that the constraint forbids"
 
     def _ask(self, clock: Callable[[], float], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -180,7 +180,8 @@ class ConstraintState:
         taken too much time.
 
         `clock`: of the thread for masks, after which it may wait for other threads; one that takes no longer than the
-        function for the others.
+        function for the others, as long as it says that there is time left. Waits for a processor are none of the
+        grammar's work: then it begins anew, by the thread's clock.
         """
         start_s = clock()
         answer = function(*args, **kwargs)
@@ -188,6 +189,8 @@ class ConstraintState:
         self._left_s -= spent_s
         self._compiled.spent_s += spent_s
         if not self._matcher.is_error():
+            if self._left_s < 0.0 and self._clock is perf_counter:
+                self._left_s, self._clock = MOST_S, thread_time
             if self._left_s >= 0.0:
                 return answer
         else:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
@@ -52,36 +53,54 @@ class Trials:
         Raises `Unavailable` (reason CONSTRAINTS_NOT_COMPILED) if there is no process, or none that begins and answers.
         """
         with self._running:
-            ours, theirs = socket.socketpair()
-            with ours:
-                try:
-                    with theirs:
-                        self._send(theirs)
-                    ours.settimeout(ANSWER_S)
-                    ours.sendall(json.dumps(request).encode())
-                    ours.shutdown(socket.SHUT_WR)
-                    with ours.makefile("rb") as stream:
-                        _, *lines = stream.read().splitlines(keepends=True)
-                except (OSError, ValueError) as error:
-                    raise Unavailable(
-                        "the process that compiles constraints does not answer", reason="CONSTRAINTS_NOT_COMPILED"
-                    ) from error
-        answers = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        return Verdict(**{**answers[-1], "error": answers[-1]["error"] or None}) if answers else None
+            try:
+                # A process that is ending still takes what is sent to it, and begins nothing.
+                lines = self._exchange(request) or self._exchange(request)
+                _, *answers = lines
+            except (OSError, ValueError) as error:
+                raise Unavailable(
+                    "the process that compiles constraints does not answer", reason="CONSTRAINTS_NOT_COMPILED"
+                ) from error
+        verdicts = [json.loads(line) for line in answers if line.endswith(b"\n")]
+        return Verdict(**{**verdicts[-1], "error": verdicts[-1]["error"] or None}) if verdicts else None
 
-    def _send(self, channel: socket.socket) -> None:
-        """Gives the process a socket to answer through."""
+    def _exchange(self, request: dict[str, Any]) -> list[bytes]:
+        """What the process writes. Nothing: it has ended before it began, and the next exchange starts another."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                control = self._send(theirs)
+            ours.settimeout(ANSWER_S)
+            lines: list[bytes] = []
+            with suppress(ConnectionError):
+                ours.sendall(json.dumps(request).encode())
+                ours.shutdown(socket.SHUT_WR)
+                with ours.makefile("rb") as stream:
+                    lines = stream.read().splitlines(keepends=True)
+        if not lines:
+            with self._lock:
+                if self._control is control:
+                    self._drop()
+        return lines
+
+    def _send(self, channel: socket.socket) -> socket.socket:
+        """Gives the process a socket to answer through, and returns the one that controls the process."""
         with self._lock:
             for is_last in (False, True):
                 try:
                     self._control = self._control or self._start()
                     socket.send_fds(self._control, [b"."], [channel.fileno()])
-                    return
+                    break
                 except OSError:
-                    self._end()
-                    self._control = None
+                    self._drop()
                     if is_last:
                         raise
+            assert self._control is not None
+            return self._control
+
+    def _drop(self) -> None:
+        self._end()
+        self._control = None
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()

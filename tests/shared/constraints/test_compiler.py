@@ -313,6 +313,16 @@ def test_a_process_that_ends_before_it_has_begun_refuses_nothing(loaded, tmp_pat
     assert not compiler.has(Constraint(regex="a"))
 
 
+def test_what_a_process_took_that_was_ending_is_asked_of_the_next(loaded, tmp_path, monkeypatch):
+    """A process that is killed still takes what is sent to it, as long as it is not gone."""
+    ended = f"Path({str(tmp_path / 'ended')!r})"
+    once = f"{ended}.exists() or ({ended}.touch(), os._exit(1))\n        with socket.socket(fileno=channels"
+    monkeypatch.setattr(trials, "PROGRAM", changed_program(tmp_path, r"with socket.socket\(fileno=channels", once))
+    monkeypatch.setenv("PYTHONPATH", str(Path(module.__file__).parents[2]))
+    ConstraintCompiler(loaded).start(Constraint(regex="a"))
+    assert (tmp_path / "ended").exists()
+
+
 def test_a_process_that_does_not_answer_is_an_error_that_is_not_remembered(compiler, monkeypatch):
     compiler.warm_up()
     monkeypatch.setattr(trials, "PROGRAM", Path("/nowhere"))

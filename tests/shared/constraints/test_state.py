@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -162,19 +163,29 @@ def test_a_place_that_leads_nowhere_and_one_that_takes_too_much_work_are_errors(
         go_on()
 
 
-@pytest.mark.parametrize("clock", ["perf_counter", "thread_time"])
-def test_a_grammar_that_takes_too_long_ends_its_answer(compiler, monkeypatch, clock):
-    """Whatever the library's limits allow. Masks are timed without waits for other threads."""
-    state, now_s = compiler.start(CONSTRAINTS["any object"]), itertools.count(0.0, 0.1)
-    monkeypatch.setattr(module, "perf_counter", lambda: 0.0)
-    monkeypatch.setattr(module, "thread_time", lambda: 0.0)
-    monkeypatch.setattr(module, clock, lambda: next(now_s))
+@pytest.mark.parametrize(
+    ("slow", "asks_masks", "why"),
+    [
+        ({"thread_time"}, True, "CONSTRAINT_TOO_COMPLEX"),
+        ({"thread_time", "perf_counter"}, False, "CONSTRAINT_TOO_COMPLEX"),
+        ({"perf_counter"}, True, None),
+    ],
+)
+def test_a_grammar_that_takes_too_long_ends_its_answer(compiler, monkeypatch, slow, asks_masks, why):
+    """Whatever the library's limits allow. Waits for other threads and other processes are none of its work."""
+    tokens = walk(compiler.start(CONSTRAINTS["any object"]), random.Random(1), 20)
+    assert len(tokens) == 20
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(module, clock, itertools.count(0.0, 0.1 if clock in slow else 0.0).__next__)
+    state = compiler.start(CONSTRAINTS["any object"])
 
     def go_on() -> None:
-        for number in range(20):
-            state.push(*walk(state, random.Random(number), 1))
+        for token in tokens:
+            if asks_masks:
+                state.allowed()
+            state.push(token)
 
-    with raises(InvalidInput, "CONSTRAINT_TOO_COMPLEX"):
+    with raises(InvalidInput, why) if why else nullcontext():
         go_on()
 
 
