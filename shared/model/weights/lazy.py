@@ -98,12 +98,17 @@ def _by_parts(x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor |
     if stored is None or not stored.transposed or isinstance(x, LazyWeight) or turned.dim() != 2:
         return None
     rows = x.reshape(-1, x.shape[-1])
+    # The matrix as the left operand: else threads share the sums of a short product, and wait for each other.
     if (pool := _POOL.get()) is not None:
-        products = pool.map(lambda read: rows @ read().T, stored.row_readers())
-        out = torch.cat([*products], 1).reshape(*x.shape[:-1], -1)
+        products = pool.map(lambda read: read() @ rows.T, stored.row_readers())
     else:
-        # The matrix as the left operand: else threads share the sums of a short product, and wait for each other.
-        out = torch.cat([part @ rows.T for part in stored.row_parts()]).T.reshape(*x.shape[:-1], -1).contiguous()
+        products = (part @ rows.T for part in stored.row_parts())
+    # One tensor from the beginning: products that stay between parts keep the C library from using memory again.
+    all_rows, start = rows.new_empty(stored.rows, len(rows)), 0
+    for product in products:
+        all_rows[start : start + len(product)] = product
+        start += len(product)
+    out = all_rows.T.reshape(*x.shape[:-1], -1).contiguous()
     return out if bias is None else out + bias
 
 
