@@ -117,12 +117,13 @@ def _list_families_late(module: Any) -> None:
         }
 
     def of_all(self: Any, name: str) -> Any:
-        try:
+        # A tokenizer that is not listed must not be looked for: another with the same converter would be found, or the
+        # search would call this function until the stack ends.
+        shortcuts = self._explicit_import_shortcut.values()
+        listed = (self._objects, self._class_to_module, self._modules, *shortcuts)
+        is_file = (Path(self.__file__).parent / f"{name}.py").is_file()  # which is imported next
+        if self.__name__ not in unlisted or is_file or name.startswith("__") or any(name in names for names in listed):
             return find(self, name)
-        except AttributeError:
-            is_file = (Path(self.__file__).parent / f"{name}.py").is_file()  # which is imported next
-            if is_file or name.startswith("__") or self.__name__ not in unlisted:
-                raise
         folder, prefix = unlisted.pop(self.__name__)
         rest = module._LazyModule(self.__name__, self.__file__, define(folder, prefix), self.__spec__)
         for known in ("_modules", "_class_to_module", "_object_missing_backend", "_import_structure"):

@@ -24,9 +24,11 @@ HEAVY = (
     "torch.utils._sympy.functions",
     "cryptography.x509",
 )
+# Tokenizers whose converter others have, too.
+TOKENIZERS = ["GemmaTokenizer", "Qwen2Tokenizer", "CamembertTokenizer", "LlamaTokenizer"]
 # One process for all: each part prints a line, and the later ones import more.
 PROGRAM = f"""
-import json, sys
+import json, os, sys
 from shared.light_imports import import_transformers_lightly
 import_transformers_lightly()
 import torch
@@ -36,6 +38,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 def are_listed():
     return ["LlamaForCausalLM" in module._class_to_module for module in (transformers, models)]
 listed = are_listed()
+found = []
+for name in {TOKENIZERS!r}:
+    if os.fork() == 0:  # each is the first that is asked for
+        os._exit(getattr(getattr(transformers, name, None), "__name__", "") != name)
+    found.append(os.wait()[1] == 0)
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = {{"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 9}}
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
@@ -55,7 +62,7 @@ print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))
 
 from pathlib import Path
 names = [models.BertModel.__name__, hasattr(transformers, "Nothing"), hasattr(models, "Nothing")]
-print(json.dumps([listed, names, are_listed(), "pipeline" in transformers.__all__]))
+print(json.dumps([listed, found, names, are_listed(), "pipeline" in transformers.__all__]))
 from transformers.utils import import_utils
 folder = Path(transformers.__file__).parent / "models"
 once = import_utils.create_import_structure_from_path
@@ -99,7 +106,7 @@ def test_a_worker_imports_nothing_that_it_does_not_run(said: list[object]) -> No
 
 
 def test_families_are_listed_when_one_is_asked_for(said: list[object]) -> None:
-    assert said[1] == [[False, False], ["BertModel", False, False], [True, True], True]
+    assert said[1] == [[False, False], [True] * 4, ["BertModel", False, False], [True, True], True]
 
 
 def test_transformers_lists_its_files_once_and_finds_the_same(said: list[object]) -> None:
