@@ -21,6 +21,7 @@ from shared.cpus import usable_cpus
 from shared.errors import Cancelled
 from shared.files import sync_folder, write_synced
 from shared.light_imports import import_transformers_lightly
+from shared.memory import without_collection
 from shared.registry.encoding import canonical_json
 
 if TYPE_CHECKING:
@@ -49,24 +50,25 @@ def run(
 
     Raises NeapError: NotFound and UnsupportedModel from loading, Cancelled, and the errors of `calibrate`.
     """
-    # Imported here, so that the service and the tests of a job's process need no torch.
-    import_transformers_lightly()
-    import torch
+    with without_collection():
+        # Imported here, so that the service and the tests of a job's process need no torch.
+        import_transformers_lightly()
+        import torch
 
-    from calibrator_service.calibration.pipeline import calibrate_together
-    from calibrator_service.calibration.ranks import Ranks
-    from calibrator_service.calibration.statistics import Parent
-    from calibrator_service.fleet import fleet_of
-    from shared.configured_model import load_configured
-    from shared.ladder.checks import check_artefact
+        from calibrator_service.calibration.pipeline import calibrate_together
+        from calibrator_service.calibration.ranks import Ranks
+        from calibrator_service.calibration.statistics import Parent
+        from calibrator_service.fleet import fleet_of
+        from shared.configured_model import load_configured
+        from shared.ladder.checks import check_artefact
 
-    # Ranks of one machine share its processors, and have a card each.
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    by_default = usable_cpus() if local_ranks > 1 else min(torch.get_num_threads(), usable_cpus())
-    torch.set_num_threads(max(1, (settings.threads or by_default) // local_ranks))
-    if torch.cuda.is_available() and local_ranks > 1:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    loaded = load_configured(settings.sources[spec.model_id], settings)
+        # Ranks of one machine share its processors, and have a card each.
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        by_default = usable_cpus() if local_ranks > 1 else min(torch.get_num_threads(), usable_cpus())
+        torch.set_num_threads(max(1, (settings.threads or by_default) // local_ranks))
+        if torch.cuda.is_available() and local_ranks > 1:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        loaded = load_configured(settings.sources[spec.model_id], settings)
     if should_stop():
         raise Cancelled("the calibration was cancelled while its model was loading")
     parent = None
