@@ -41,8 +41,8 @@ def write_llama(
     name: str = "tiny",
     add_more: Callable[[GGUFWriter], object] = lambda _: None,
 ) -> Path:
-    """Writes the file. `kinds`: that of all matrices, or by the last part of their names, such as "attn_q"; others are
-    Q8_0. `more_tokens`: of the vocabulary, with their kinds. `add_more` adds metadata and tensors."""
+    """Writes the file. `kinds`: that of all matrices, or by their names, or by a part such as "attn_q"; others Q8_0.
+    `more_tokens`: of the vocabulary, with their kinds. `add_more` adds metadata and tensors."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, "<eos>", "he", "ll", *more_tokens]
     writer = GGUFWriter(path, "llama")
@@ -68,7 +68,7 @@ def write_llama(
     def add(name: str, rows: int, columns: int) -> None:
         nonlocal seed
         seed += 1
-        kind = kinds if isinstance(kinds, Kind) else kinds.get(name.split(".")[-2], Kind.Q8_0)
+        kind = kinds if isinstance(kinds, Kind) else kinds.get(name, kinds.get(name.split(".")[-2], Kind.Q8_0))
         writer.add_tensor(name, blocks(rows, columns, kind, seed), raw_dtype=kind)
 
     add("token_embd.weight", len(tokens), width)

@@ -3,6 +3,7 @@ they give the same bits, on any device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from shared.model.choosing import largest
 from shared.model.direct_pass import DirectPass
 from shared.model.gates import Gates, LayerCounters
 from shared.model.inference import inference
+from shared.model.layer_kinds import layer_kinds
 from shared.model.loaded import LoadedModel
 from shared.model.model_checks import check_cuts
 from shared.model.ragged import RaggedCache, RaggedSequence
@@ -46,6 +48,9 @@ class GatedModel:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.num_layers = loaded.num_layers
+        kinds = layer_kinds(loaded.model)
+        assert kinds is not None, "a model is loaded if its layers are found"
+        self._kinds, self.tried_depth = kinds, kinds.depth
         self._captured_depths = captured_depths(loaded.num_layers)
         self.gates = _gates_of(loaded)
         self.regimes = _regimes_of(loaded)
@@ -215,6 +220,7 @@ class GatedModel:
     def _is_direct_at(self, place: int, direct: DirectPass) -> bool:
         """Whether passes over positions from `place` on have the same bits."""
         counts = (4, 1, 4)
+        depth = replace(self._kinds, kinds=tuple(zip(self._kinds.kinds, direct.inputs, strict=True))).depth
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.loaded.vocabulary_size, (1, sum(counts)), generator=generator)
         cache, twin = (self.new_cache(sum(counts)) for _ in range(2))
@@ -225,10 +231,10 @@ class GatedModel:
             if count <= 0:
                 break
             part = part[:, :count]
-            expected = self.run(part, cache, first=0, last=self.num_layers, base=base)
+            expected = self.run(part, cache, first=0, last=depth, base=base)
             twin.begin(base, count)
             span = Span(place + base, place + base + count, place)
-            out = direct.run(0, self.num_layers, None, part, twin, [span], None)
+            out = direct.run(0, depth, None, part, twin, [span], None)
             if out is None or not torch.equal(out, expected):
                 return False
             base += count
@@ -349,7 +355,7 @@ class ContiguousRunner(GatedModel):
                 return False  # it cannot begin late, so it cannot be checked
             sequences.append(RaggedSequence(caches[1], held, length - held, read))
             tokens.append(ids[:, held:])
-        expected, asked, last = torch.cat(alone, 1), torch.cat(tokens, 1), self.num_layers
+        expected, asked, last = torch.cat(alone, 1), torch.cat(tokens, 1), self.tried_depth
         try:
             self.run_ragged(asked.flip(1), sequences, first=0, last=last)
             together = self.run_ragged(asked, sequences, first=0, last=last)
@@ -360,7 +366,7 @@ class ContiguousRunner(GatedModel):
         return bool((together - expected).abs().max() <= RAGGED_TOLERANCE * scale)
 
     def _run_all(self, ids: Tensor, cache: KVCache, base: int, read_length: int) -> Tensor:
-        last = self.num_layers
+        last = self.tried_depth
         return self.run(ids, cache, first=0, last=last, base=base, read_length=read_length)
 
 

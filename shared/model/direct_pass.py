@@ -105,16 +105,15 @@ class DirectPass:
         """Raises `Unsuitable` with the reason why the model's own forward is needed."""
         self._embedding = loaded.parts.embedding
         self._gates, self._scales_queries = gates, gates.scales_queries
-        calls, self._masks, layers, self._positions = _watch(loaded)
+        calls, self._masks, self.inputs, self._positions = _watch(loaded)
         edges = borders(loaded.model.config, loaded.context_length)
         self._tables = [
             AngleTable(module, state, loaded.context_length, edges, settings) for module, state, settings in calls
         ]
         # The numbers of each layer's angles and mask, and the end of the layers that share both.
-        self._layers = layers
-        self._ends = [*range(1, len(layers) + 1)]
-        for index in reversed(range(len(layers) - 1)):
-            if layers[index] == layers[index + 1]:
+        self._ends = [*range(1, len(self.inputs) + 1)]
+        for index in reversed(range(len(self.inputs) - 1)):
+            if self.inputs[index] == self.inputs[index + 1]:
                 self._ends[index] = self._ends[index + 1]
         # A direct pass calls no hooks. If there are any, it is not used.
         self._hooks = Hooks(loaded.model.base_model.modules())
@@ -145,7 +144,7 @@ class DirectPass:
         tables = [table.of(spans) for table in self._tables]
         masks = [() if mask.causal_until == math.inf else mask.of(spans, len(token_ids)) for mask in self._masks]
         given = [
-            (None if of_angles is None else tables[of_angles], masks[of_mask]) for of_angles, of_mask in self._layers
+            (None if of_angles is None else tables[of_angles], masks[of_mask]) for of_angles, of_mask in self.inputs
         ]
         positions = _places(spans)[None] if self._scales_queries else None
         return self._gates.run_stacked(first, last, state, given, self._ends, cache, captured, positions)

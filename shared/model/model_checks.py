@@ -75,7 +75,7 @@ def _states(model: "GatedModel", ids: Tensor, place: int, cut: tuple[int, ...]) 
     states, base = [], 0
     for part in ids.split(cut, 1) if sum(cut) == ids.shape[1] else ids.split(1, 1):
         states.append(
-            model.run(part, cache, first=0, last=model.num_layers, base=base, read_length=place + ids.shape[1])
+            model.run(part, cache, first=0, last=model.tried_depth, base=base, read_length=place + ids.shape[1])
         )
         base += part.shape[1]
     return torch.cat(states, 1)[0]

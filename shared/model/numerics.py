@@ -88,7 +88,7 @@ def promise_of(runner: Runner) -> Promise:
         return Promise(**known["promise"])
     if known is not None:
         log.warning("the model gives other bits than at an earlier start; its promise is tried anew")
-    promise = _try(runner)
+    promise = _try(runner, bits)
     facts.note(name, {"bits": bits, "promise": asdict(promise)})
     return promise
 
@@ -101,14 +101,15 @@ def _few_logits(runner: Runner) -> Tensor:
     return runner.logits(state[0])
 
 
-def _try(runner: Runner) -> Promise:
+def _try(runner: Runner, bits: str) -> Promise:
+    """`bits`: those of a pass of all layers."""
     loaded = runner.loaded
-    bits, agree = _probe(runner)
+    tried, agree = _probe(runner)
     why_not = _why_not(loaded, agree)
     if not why_not and isinstance(runner, PagedRunner):
         why_not = why_not_in_company(runner)
     runner.counters.reset()
-    facts = _facts(runner) | {"bits": bits, "torch functions": _digest(_torch_functions())}
+    facts = _facts(runner) | {"bits": [bits, tried], "torch functions": _digest(_torch_functions())}
     if why_not:
         facts["threads"] = torch.get_num_threads()
     return Promise(facts, not why_not, why_not)
@@ -133,8 +134,8 @@ def _why_not(loaded: LoadedModel, agree: bool) -> str:
 
 
 def _probe(runner: Runner) -> tuple[str, bool]:
-    """The digest of the logits of sequences across every border, each in one pass, and whether they are the same in
-    several passes."""
+    """The digest of the logits of sequences across every border, each in one pass as deep as the runner tries, and
+    whether they are the same in several passes."""
     loaded = runner.loaded
     length = min(_PROMPT + 1 + _FEW, loaded.context_length)
     digest, agree = hashlib.sha256(), True
@@ -155,7 +156,7 @@ def _probe(runner: Runner) -> tuple[str, bool]:
 def _tried_at(runner: Runner, place: int, length: int) -> tuple[Tensor, bool]:
     """The logits [T, V] in one pass of a sequence whose positions begin at `place`, and whether they are the same in
     several passes, the last of them in company."""
-    loaded, depth = runner.loaded, runner.num_layers
+    loaded, depth = runner.loaded, runner.tried_depth
     prompt = max(1, length - 1 - _FEW)
     ids = torch.randint(loaded.vocabulary_size, (length + _OTHER,), generator=torch.Generator().manual_seed(0)).tolist()
     sequence, others = ids[:length], ids[length:][: loaded.context_length]

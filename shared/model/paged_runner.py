@@ -57,7 +57,8 @@ class PagedRunner:
         self, loaded: LoadedModel, *, kv_budget_bytes: int, recorder: Recorder, transform: LayerTransform | None = None
     ) -> None:
         self.loaded = loaded
-        self.num_layers = loaded.num_layers
+        # Passes are recorded for all layers.
+        self.num_layers = self.tried_depth = loaded.num_layers
         self._model = GatedModel(loaded)
         check_cuts(self._model)
         check = StateCheck(self._model)

@@ -41,6 +41,10 @@ class Runner(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def tried_depth(self) -> int:
+        """How deep passes go that try something: to where there have been layers of all kinds."""
+
+    @property
     def counters(self) -> LayerCounters:
         """The layers that ran since the last reset."""
 

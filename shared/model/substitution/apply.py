@@ -4,8 +4,9 @@
 same random input, and the module is replaced only if the results agree to 1e-5. This is done once for all modules with
 the same `signature`, which differ in their weights only. The report names the modules that were not replaced. Decoder
 layers that consist of replaced modules then become one op each, if the op gives the same bits (`fused_layers`). At the
-end the logits of the whole model are compared with those before. Modules stay in the model; only their `forward`
-changes. What an earlier start has proven of the same model, build and machine is not proven again.
+end the logits of the model, with as many layers as show all kinds of them (`layer_kinds`), are compared with those
+before. Modules stay in the model; only their `forward` changes. What an earlier start has proven of the same model,
+build and machine is not proven again.
 
 Weights that are still in a file (`shared.model.weights`) are packed in their own number format. Those of modules
 without a kernel are read as float32.
@@ -29,6 +30,7 @@ from shared.errors import UnsupportedModel
 from shared.memory import trim_heap
 from shared.model.borders import context_limit, origins
 from shared.model.cache_argument import cache_argument, with_cache
+from shared.model.layer_kinds import LayerKinds, layer_kinds, only_first_layers
 from shared.model.remembered.facts import Facts
 from shared.model.substitution import attention, rotary
 from shared.model.substitution.experts import experts, one_expert_at_a_time, router
@@ -104,7 +106,8 @@ def accelerate(
     proven: dict[str, Any] = facts.values.get(_PROVEN, {})
     run = Substitutions(model, proven.get("modules"))
     with torch.no_grad():
-        with one_expert_at_a_time(model):
+        kinds = layer_kinds(model)
+        with one_expert_at_a_time(model), only_first_layers(model, kinds):
             expected = None if proven else _logits_in_one_pass(model)
         try:
             with one_expert_at_a_time(model):
@@ -114,12 +117,13 @@ def accelerate(
                 attends = _attend_as_proven(run, proven["attention"])
                 _run_row_invariantly(run, proven["row invariant"])
             else:
-                trim_heap()  # the model's own pass has dequantised all weights, part by part
-                with watched(model) as calls:
+                trim_heap()  # the model's own pass has dequantised weights, part by part
+                with only_first_layers(model, kinds), watched(model) as calls:
                     attends, error = _substitute_attention(run, expected, calls)
-                if callers := _named(run, calls):
+                if callers := _named(run, calls, kinds):
                     _run_row_invariantly(run, callers)
-                    error = relative_error(_padded_logits(model), expected)
+                    with only_first_layers(model, kinds):
+                        error = relative_error(_padded_logits(model), expected)
                 if error > MODEL_TOLERANCE:
                     raise UnsupportedModel(
                         f"accelerated logits differ by {error:.1e} (relative) from the model's own",
@@ -200,11 +204,15 @@ def _substitute_modules(run: Substitutions) -> None:
             run.attempt("embedding", name, module, embedding)
 
 
-def _named(run: Substitutions, callers: Callers) -> list[tuple[str, list[str]]]:
-    """The names of modules that call torch's functions themselves, each with those of the parameters that it
-    multiplies by. They are to run so that rows do not matter."""
+def _named(run: Substitutions, callers: Callers, kinds: LayerKinds | None) -> list[tuple[str, list[str]]]:
+    """The names of modules that call torch's functions themselves, and of those like them in other layers, each with
+    those of the parameters that it multiplies by. They are to run so that rows do not matter."""
     names = {module: name for name, module in run.model.named_modules()}
-    return [(names[module], sorted(multiplied_by)) for module, multiplied_by in callers.items()]
+    return [
+        (name, sorted(multiplied_by))
+        for module, multiplied_by in callers.items()
+        for name in (kinds.alike(names[module]) if kinds else [names[module]])
+    ]
 
 
 def _run_row_invariantly(run: Substitutions, callers: Iterable[tuple[str, list[str]]]) -> None:

@@ -1,5 +1,7 @@
-"""Replaces the forward of each decoder layer by one op, if the op gives the same bits."""
+"""Replaces the forward of each decoder layer by one op, if the op gives the same bits for a layer of its kind."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,7 @@ from shared.errors import UnsupportedModel
 from shared.model.borders import NUM_CHECKED, context_limit, origins
 from shared.model.cache import ContiguousCache, refuse_if_out_of_memory
 from shared.model.cache_argument import with_cache
+from shared.model.layer_kinds import LayerKinds, layer_kinds, only_first_layers
 from shared.model.parts import find_layers
 from shared.model.substitution.layer import FusedLayer
 from shared.model.substitution.match import Unsuitable
@@ -26,7 +29,7 @@ def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype, pr
     """Fuses all layers that can be fused, and returns their number. `run.left_alone` says why the others cannot.
 
     `proven`: if it has "layers", what an earlier call for the same model has put there: the names of the layers that
-    gave other bits.
+    gave other bits, or are of the kind of one that did.
 
     `ids` [1, >= 9] int64: random tokens. `kv_dtype`: that of caches, over which bits are compared.
     To be called last, when the layers' modules and attention have been replaced and matmuls round as they will when
@@ -46,17 +49,53 @@ def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype, pr
         except Unsuitable as reason:
             run.left_alone[names[layer]] = f"not one op: {reason}"
     if "layers" not in proven:
-        proven["layers"] = {}
-        for place in origins(run.model.config, context_limit(run.model.config)):
-            for layer, why in _find_disagreeing(run, candidates, ids, kv_dtype, place).items():
-                proven["layers"][names[layer]] = f"not one op: {why}"
-                del candidates[layer]
+        foreign = [layer for layer, fused in candidates.items() if not _is_of(layer, fused, run)]
+        proven["layers"] = {
+            names[layer]: "not one op: the op reads something else than its weights" for layer in foreign
+        }
+        for layer in foreign:
+            del candidates[layer]
+        kinds = _kinds(run, layers, candidates)
+        with only_first_layers(run.model, kinds):
+            tried = {layer: candidates[layer] for layer in layers if layer in candidates}
+            for place in origins(run.model.config, context_limit(run.model.config)):
+                for layer, why in _find_disagreeing(run, tried, ids, kv_dtype, place).items():
+                    proven["layers"] |= dict.fromkeys(kinds.alike(names[layer]), f"not one op: {why}")
+                    del tried[layer]
     run.left_alone |= proven["layers"]
     candidates = {layer: f for layer, f in candidates.items() if names[layer] not in proven["layers"]}
     for layer, fused in candidates.items():
         layer.forward = fused.forward
         run.undo.append(partial(_unfuse, layer, fused))
     return len(candidates)
+
+
+def _is_of(layer: nn.Module, fused: FusedLayer, run: Substitutions) -> bool:
+    """Whether what an op reads is what the layer's modules have packed."""
+    assert fused.plan is not None
+    recipes = (run.substitutes[module].recipe for module in layer.modules() if module in run.substitutes)
+    own = {tensor.data_ptr() for recipe in recipes for tensor in _tensors(recipe)}
+    weights = fused.plan.weights
+    read = (*weights.norms, *weights.packed, *weights.biases)
+    return all(not tensor.numel() or tensor.data_ptr() in own for tensor in read)
+
+
+def _tensors(recipe: object) -> Iterator[Tensor]:
+    """Those in the fields of a recipe, and of recipes in it."""
+    if isinstance(recipe, Tensor):
+        yield recipe
+    elif is_dataclass(recipe):
+        for field in fields(recipe):
+            yield from _tensors(getattr(recipe, field.name))
+
+
+def _kinds(run: Substitutions, layers: nn.ModuleList, candidates: Mapping[nn.Module, FusedLayer]) -> LayerKinds:
+    """Layers of one kind whose ops have one form."""
+    plans = (candidates[layer].plan if layer in candidates else None for layer in layers)
+    forms = [None if plan is None else plan.form for plan in plans]
+    kinds = layer_kinds(run.model)
+    assert kinds is not None
+    return replace(kinds, kinds=tuple(zip(kinds.kinds, forms, strict=True)))
 
 
 def _unfuse(layer: nn.Module, fused: FusedLayer) -> None:

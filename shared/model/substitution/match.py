@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,6 +130,8 @@ def _setting(value: object) -> Hashable:
         return value.dtype, tuple(value.shape), tuple(value.flatten().tolist())
     if isinstance(value, tuple | list):
         return tuple(map(_setting, value))
+    if isinstance(value, partial):
+        return id(value.func), _setting(value.args), tuple((n, _setting(each)) for n, each in value.keywords.items())
     return id(value)
 
 

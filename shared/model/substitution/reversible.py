@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shared import ops
+from shared.errors import UnsupportedModel
 from shared.model.dtypes import rounded_to
 from shared.model.substitution.linear import MlpForm, pack_matrix, packable
 from shared.model.substitution.match import Substitute, Unsuitable, signature
@@ -125,7 +126,14 @@ class Substitutions:
             self._by_format.setdefault(stored.format, []).extend(stored.memory)
         self._packed |= {packed.data_ptr(): packed for packed in stored.memory}
         weight = source.get_parameter(parameter)
-        if id(weight) in self._shared or _is_packed(weight):
+        if _is_packed(weight):
+            return
+        if not self._proven and not torch.equal(stored.ends(), _ends(weight, stored.transposed)):
+            raise UnsupportedModel(
+                f"the packed {parameter} of a {type(source).__name__} has other numbers than the model's",
+                reason="ACCELERATION_MISMATCH",
+            )
+        if id(weight) in self._shared:
             return
         if lazy(weight) is None:
             self.freed_bytes += weight.nbytes
@@ -177,6 +185,16 @@ class Substitutions:
         """Undoes all steps, the last one first."""
         while self.undo:
             self.undo.pop()()
+
+
+def _ends(weight: Tensor, transposed: bool) -> Tensor:
+    """`Stored.ends` of what a module holds, as a matrix or as its transpose."""
+    own = lazy(weight)
+    if own is not None and own.transposed == transposed:
+        return own.ends()
+    rows = weight.detach() if own is None else own.dequantised()
+    rows = rows.mT if transposed else rows
+    return torch.stack([rows.flatten(0, -2)[0], rows.flatten(0, -2)[-1]])
 
 
 def _is_packed(weight: Tensor) -> bool:

@@ -108,6 +108,12 @@ class Stored(ABC):
         """Rows `ids` [*] int64 as float32 [*, K]."""
         return self.dequantised_rows()[ids]
 
+    def ends(self) -> Tensor:
+        """The first row and the last one of all parts, float32 [2, K]: by them matrices of one shape are told apart."""
+        if self.parts:
+            return torch.cat([self.parts[0].ends()[:1], self.parts[-1].ends()[1:]])
+        return self.look_up(torch.tensor([0, self.rows - 1]))
+
     def rounded(self) -> Tensor:
         """The checkpoint's matrix as the model holds it, rounded to bfloat16 once, whatever other dtype was wanted."""
         return self.dequantised().to(torch.bfloat16)
