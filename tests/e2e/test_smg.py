@@ -97,10 +97,11 @@ def pair(smg: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def add(stack: ExitStack, folder: Path, tmp_path: Path, found: SimpleNamespace) -> SimpleNamespace:
     log = tmp_path / f"log-{len(found.workers)}"
     stderr = stack.enter_context(log.open("wb"))
-    process, address = stack.enter_context(worker_process(folder, tmp_path / "registry", *DIALECT, stderr=stderr))
-    found.workers.append(worker := SimpleNamespace(process=process, address=address, log=log))
+    worker = worker_process(folder, tmp_path / "registry", *DIALECT, stderr=stderr, is_forked=True)
+    process, address = stack.enter_context(worker)
+    found.workers.append(one := SimpleNamespace(process=process, address=address, log=log))
     wait_until(lambda: b'"serving"' in log.read_bytes(), timeout_s=120)
-    return worker
+    return one
 
 
 def body(text: str = "hello", **more: object) -> dict[str, object]:
