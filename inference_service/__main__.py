@@ -17,9 +17,8 @@ if __name__ == "__main__":  # before anything below imports torch
     log_all_output()
     size_thread_pools()
     share_heaps()
-    # Distributed tensors need what is left out.
-    if "NEAP_TENSOR_PARALLEL" not in os.environ and not any(a.startswith("--tensor-parallel") for a in sys.argv):
-        import_transformers_lightly()
+    is_shared_out = "NEAP_TENSOR_PARALLEL" in os.environ or any(a.startswith("--tensor-parallel") for a in sys.argv)
+    import_transformers_lightly(shards=is_shared_out)
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -17,10 +17,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 _COMPILER = "torch._dynamo"
-# The one module of the compiler that transformers runs, to make masks. It needs none of the others.
-_NEEDED = f"{_COMPILER}._trace_wrapped_higher_order_op"
-# Transformers asks these before it imports distributed tensors and scipy.
-_NOT_NEEDED = ("is_torch_distributed_available", "is_scipy_available")
+# The one module of the compiler that transformers runs, to make masks, and what distributed tensors ask for to compute
+# shapes. They need none of the others.
+_NEEDED, _ASKED = f"{_COMPILER}._trace_wrapped_higher_order_op", f"{_COMPILER}.config"
+# Transformers asks these before it imports scipy and distributed tensors.
+_SCIPY, _DISTRIBUTED = "is_scipy_available", "is_torch_distributed_available"
 
 Function = Callable[..., Any]
 
@@ -45,8 +46,9 @@ _ANSWERS: dict[str, Function] = {
 _LISTING = "transformers.utils.import_utils"
 
 
-def import_transformers_lightly() -> None:
-    """Does nothing for what is imported already, and nothing at all where transformers' modelling code is."""
+def import_transformers_lightly(*, shards: bool = False) -> None:
+    """Does nothing for what is imported already, and nothing at all where transformers' modelling code is. `shards`:
+    with distributed tensors, by which transformers shares a model out to ranks."""
     if "transformers.modeling_utils" in sys.modules:
         return
     import torch
@@ -56,9 +58,10 @@ def import_transformers_lightly() -> None:
         torch._dynamo = sys.modules[_COMPILER] = late
         assert late.__spec__ is not None
         late.__path__ = late.__spec__.submodule_search_locations or []
-        importlib.import_module(_NEEDED)
+        for name in (_NEEDED, _ASKED) if shards else (_NEEDED,):
+            importlib.import_module(name)
         del late.__path__  # to import any other module loads the compiler
-    if _TENSORS not in sys.modules:
+    if _TENSORS not in sys.modules and not shards:
         torch.distributed.tensor = sys.modules[_TENSORS] = _LateTensors(_TENSORS)
     if _ALGEBRA not in sys.modules and _SHAPES not in sys.modules:
         sys.modules[_ALGEBRA] = _LateAlgebra(_ALGEBRA)
@@ -68,7 +71,7 @@ def import_transformers_lightly() -> None:
     from transformers import utils
     from transformers.utils import import_utils
 
-    for name in _NOT_NEEDED:
+    for name in (_SCIPY,) if shards else (_SCIPY, _DISTRIBUTED):
         for module in (utils, import_utils):
             setattr(module, name, _no)
 

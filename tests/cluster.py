@@ -27,6 +27,7 @@ from neap_client.inference.v1 import inference_pb2 as pb
 
 from shared.errors import NeapError
 from tests.dns_server import DnsServer, dns_server
+from tests.forked_services import ForkedWorker
 from tests.kustomize import environment, render, services
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,7 +66,7 @@ def set_up_namespace(folder: Path) -> None:
 @dataclass
 class Pod:
     address: str
-    process: "subprocess.Popen[bytes]"
+    process: ForkedWorker
     is_ready: bool = False
     is_terminating: bool = False
 
@@ -122,13 +123,8 @@ class Deployment:
         }
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("NEAP_")}
         with (self._folder / f"log-{self._num_started}").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "inference_service"],
-                cwd=ROOT,
-                env={**inherited, **self._variables, **own, "HOME": str(self._folder)},
-                stdout=log,
-                stderr=log,
-            )
+            variables = {**inherited, **self._variables, **own, "HOME": str(self._folder)}
+            process = ForkedWorker([], variables, errors=log, output=log)
         pod = Pod(address, process)
         self.pods.append(pod)
         return pod

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sys
 from contextlib import redirect_stdout, suppress
+from importlib.util import find_spec
 from io import StringIO
 from types import ModuleType
 from typing import Any
@@ -66,12 +67,22 @@ class _Worker(Popen2IO):
         self._process.kill()
 
 
+def _read_constants() -> None:
+    """Hypothesis draws some examples from the constants of all modules, whose sources it parses at its first example:
+    three seconds of each process."""
+    if find_spec("hypothesis"):
+        from hypothesis import given, settings, strategies
+
+        settings(max_examples=1, database=None)(given(strategies.integers())(lambda _: None))()
+
+
 def fork_workers(config: pytest.Config) -> None:
     """Before execnet starts a thread. A worker that replaces one that crashed is a process of its own, as ever."""
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled(), redirect_stdout(StringIO()):
         without = (f"-pno:{name}" for name in ("cacheprovider", "unraisableexception", "xdist"))
         pytest.main(["--collect-only", *without, *config.args], plugins=[_ImportsAlone()])
+        _read_constants()
         gc.collect()
         gc.freeze()
         workers = [_Worker() for _ in config.option.tx]

@@ -10,6 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from shared.light_imports import import_transformers_lightly
+
+if __name__ == "__main__":  # as a worker's ranks do
+    import_transformers_lightly(shards=True)
+
 import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
@@ -83,6 +88,7 @@ def _follow_all() -> None:
             else:
                 with suppress(UnsupportedModel, PreconditionFailed):
                     follow(load_model(folder, model_id="tiny", ranks=ranks), ranks)
+    assert not {"scipy", "torch._dynamo.utils", "torch._inductor"} & sys.modules.keys(), "ranks run none of these"
 
 
 # In place of a folder: all ranks call `check_totals`.

@@ -12,6 +12,11 @@ import time
 from contextlib import closing, suppress
 from pathlib import Path
 
+from shared.light_imports import import_transformers_lightly
+
+if __name__ == "__main__":  # as its service's jobs do
+    import_transformers_lightly()
+
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from shared.registry.factory import open_registry

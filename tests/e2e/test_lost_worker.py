@@ -29,7 +29,7 @@ def _measured_worker(folder, tmp_path, *more):
     flags = ("--metrics-listen", "127.0.0.1:0", *more)
     with (
         (tmp_path / "log").open("wb") as log,
-        worker_process(folder, tmp_path / "registry", *flags, stderr=log) as (process, address),
+        worker_process(folder, tmp_path / "registry", *flags, stderr=log, is_forked=True) as (process, address),
     ):
         yield process, address, tmp_path / "log"
 
@@ -71,7 +71,7 @@ def _waiting_at_the_crowded(client, log):
 def test_killed_before_the_first_token_another_worker_takes_over(folder, tmp_path):
     with (
         _measured_worker(folder, tmp_path) as (process, address, log),
-        worker_process(folder, tmp_path / "registry") as (_, other),
+        worker_process(folder, tmp_path / "registry", is_forked=True) as (_, other),
         NeapClient(f"ipv4:{address},{other}", has_affinity=False) as client,
         NeapClient(address, num_attempts=1) as crowd,
     ):
@@ -96,7 +96,7 @@ def test_killed_before_the_first_token_a_worker_started_anew_is_found(folder, tm
         process.kill()
         process.wait(60)
         # While it loads it refuses with UNAVAILABLE, too.
-        with worker_process(folder, tmp_path / "registry", listen=address):
+        with worker_process(folder, tmp_path / "registry", listen=address, is_forked=True):
             thread.join(60)
             assert not thread.is_alive()
             assert len(stream.token_ids) == 7

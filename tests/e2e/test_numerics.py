@@ -27,7 +27,7 @@ def test_workers_share_an_id_if_they_share_kernels(folder, tmp_path):
     started, models = [], []
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(worker_process(folder, tmp_path / str(number), *own))
+            stack.enter_context(worker_process(folder, tmp_path / str(number), *own, is_forked=True))
             for number, own in enumerate(flags)
         ]
         for _, address in workers:

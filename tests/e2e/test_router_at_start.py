@@ -33,7 +33,7 @@ def test_a_worker_starts_with_a_router_and_serves_signed_ones_alone(folder, tmp_
     registry = open_registry(str(tmp_path / "registry"))
     flags = ["--require-signature", str(public), "--router", str(signed)]
     with (
-        worker_process(folder, tmp_path / "registry", *flags) as (_, address),
+        worker_process(folder, tmp_path / "registry", *flags, is_forked=True) as (_, address),
         NeapClient(address, num_attempts=1) as client,
     ):
         client.wait_ready(SERVICE_NAME, timeout_s=60)
@@ -52,7 +52,7 @@ def test_a_router_of_other_weights_or_a_wrong_key_ends_the_start(folder, tmp_pat
     with (tmp_path / "log").open("wb") as log:
         value = str(write_router(tmp_path / "router"))
         try:
-            with worker_process(folder, tmp_path / "registry", flag, value, stderr=log) as (process, _):
+            with worker_process(folder, tmp_path / "registry", flag, value, stderr=log, is_forked=True) as (process, _):
                 assert process.wait(60) == 2
         except AssertionError:  # it ended before it listened
             pass

@@ -79,9 +79,11 @@ def ready(http: httpx.Client) -> int:
         return 0
 
 
-@pytest.fixture
-def pair(smg: Path, folder: Path, tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """SMG as `smg`, our own gateway as `own`, and two workers: their processes, addresses and logs."""
+@pytest.fixture(scope="module")
+def pair(smg: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """SMG as `smg`, our own gateway as `own`, and two workers: their processes, addresses and logs. The last test kills
+    one of them."""
+    tmp_path = tmp_path_factory.mktemp("pair")
     with ExitStack() as stack:
         found = SimpleNamespace(workers=[], add=lambda: add(stack, folder, tmp_path, found))
         for _ in range(2):
@@ -95,10 +97,11 @@ def pair(smg: Path, folder: Path, tmp_path: Path) -> Iterator[SimpleNamespace]:
 def add(stack: ExitStack, folder: Path, tmp_path: Path, found: SimpleNamespace) -> SimpleNamespace:
     log = tmp_path / f"log-{len(found.workers)}"
     stderr = stack.enter_context(log.open("wb"))
-    process, address = stack.enter_context(worker_process(folder, tmp_path / "registry", *DIALECT, stderr=stderr))
-    found.workers.append(worker := SimpleNamespace(process=process, address=address, log=log))
+    worker = worker_process(folder, tmp_path / "registry", *DIALECT, stderr=stderr, is_forked=True)
+    process, address = stack.enter_context(worker)
+    found.workers.append(one := SimpleNamespace(process=process, address=address, log=log))
     wait_until(lambda: b'"serving"' in log.read_bytes(), timeout_s=120)
-    return worker
+    return one
 
 
 def body(text: str = "hello", **more: object) -> dict[str, object]:
@@ -182,9 +185,10 @@ def test_calls_of_tools(pair, choice):
 
 
 def test_a_client_that_goes_ends_its_request(pair):
+    before = sum(map(num_cancelled, pair.workers))
     with pair.smg.stream("POST", CHAT, json=body(stream=True, max_tokens=1800, n=8, **SAMPLED)) as stream:
         next(parts(stream.iter_lines()))
-    wait_until(lambda: sum(map(num_cancelled, pair.workers)) == 8)
+    wait_until(lambda: sum(map(num_cancelled, pair.workers)) == before + 8)
     assert sum(map(num_active, pair.workers)) == 0
 
 

@@ -75,7 +75,7 @@ class Worker:
         self.start()
 
     def start(self):
-        process = worker_process(*self._place, *self._flags, listen=self.address)
+        process = worker_process(*self._place, *self._flags, listen=self.address, is_forked=True)
         self._process, self.address = self._stack.enter_context(process)
         with NeapClient(self.address) as client:
             client.wait_ready(SERVICE_NAME, timeout_s=READY_S)

@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
+from shared.light_imports import import_transformers_lightly
+
+if __name__ == "__main__":  # as in a job's process
+    import_transformers_lightly()
+
 import torch
 
 from calibrator_service.calibration import plan

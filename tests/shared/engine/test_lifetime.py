@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[3]
 # Everything is imported once: each child of a fork runs one program, and ends by the interpreter's own end.
 PROGRAM = """
 import json, os, signal, sys, threading
-from transformers import LlamaForCausalLM
+from shared.light_imports import import_transformers_lightly
+import_transformers_lightly()
 from shared.engine.engine import Engine
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
