@@ -28,7 +28,7 @@ HEAVY = (
 TOKENIZERS = ["GemmaTokenizer", "Qwen2Tokenizer", "CamembertTokenizer", "LlamaTokenizer"]
 # One process for all: each part prints a line, and the later ones import more.
 PROGRAM = f"""
-import json, os, sys
+import json, os, signal, sys
 from shared.light_imports import import_transformers_lightly
 import_transformers_lightly()
 import torch
@@ -41,6 +41,7 @@ listed = are_listed()
 found = []
 for name in {TOKENIZERS!r}:
     if os.fork() == 0:  # each is the first that is asked for
+        signal.alarm(30)
         os._exit(getattr(getattr(transformers, name, None), "__name__", "") != name)
     found.append(os.wait()[1] == 0)
 from transformers import LlamaConfig, LlamaForCausalLM
