@@ -35,19 +35,25 @@ Unpack = Callable[[Mapping[str, Any], Mapping[str, bytes], Heads | None], Ladder
 ReadBlob = Callable[[PublishedVersion, str], bytes]
 
 
+class BoundLadders(Protocol):
+    """The ladders of a model that are bound. `kept`: this one of all is dropped last."""
+
+    kept: Ladder | None
+
+    def has(self, ladder: Ladder) -> bool: ...
+
+    def has_room_for(self, count: int) -> bool:
+        """Whether so many more could be bound without another being dropped."""
+
+
 class Binder(Protocol):
     """What binds the ladders of a model and drops them again: its engine. Thread-safe."""
 
+    @property
+    def ladders(self) -> BoundLadders: ...
+
     def prepare(self, ladder: Ladder) -> None:
         """Binds it. Blocks. May raise NeapError."""
-
-    def has_bound(self, ladder: Ladder) -> bool: ...
-
-    def has_room_for(self, num_ladders: int) -> bool:
-        """Whether so many more could be bound without another being dropped."""
-
-    def keep_bound(self, ladder: Ladder) -> None:
-        """This one of all bound ladders is dropped last."""
 
 
 log = structlog.get_logger("neap.routers")
@@ -124,7 +130,7 @@ class RouterLoader:
 
     def _is_bound(self, router: LoadedRouter) -> bool:
         binder = self._binders.get(router.model_id)
-        return binder is None or binder.has_bound(router.ladder)
+        return binder is None or binder.ladders.has(router.ladder)
 
     async def get(self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None) -> LoadedRouter:
         """Loads the router unless it is loaded. Tries even if an earlier load failed. Raises NotFound, RouterMismatch,

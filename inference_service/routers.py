@@ -212,7 +212,7 @@ class RouterStore:
         missing = {target.published.version, *canary}
         missing -= {router.version for router in self.loaded(loaded.model_id)}
         binder = self._loader.binder(loaded.model_id)
-        if binder is None or binder.has_room_for(len(missing)) or alias == self._default_alias:
+        if binder is None or binder.ladders.has_room_for(len(missing)) or alias == self._default_alias:
             await self._own(loaded, alias, resolution)
             for version in canary:
                 await self._get(loaded, version)
@@ -259,7 +259,7 @@ class RouterStore:
         self._serving.set(key, router.version)
         binder = self._loader.binder(loaded.model_id)
         if binder is not None and alias == self._default_alias:
-            binder.keep_bound(router.ladder)
+            binder.ladders.kept = router.ladder
         self._resolutions.keep(loaded.model_id, alias, resolution)
         return router
 

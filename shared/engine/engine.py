@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Unpack
 
-import structlog
-
 from shared.constraints.compiler import ConstraintCompiler
 from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.ahead.decoder import make_decoder
@@ -45,8 +43,6 @@ from shared.model.own_thread import run_in_own_thread
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
 
-log = structlog.get_logger("neap.engine")
-
 # Default share of the KV budget that is kept for reuse by later requests with the same prefix.
 PREFIX_SHARE = 0.25
 
@@ -80,7 +76,7 @@ class Engine:
             takes a few passes. Without it there are no `promise` and no `numerics`.
 
     `statistics` holds the engine's counts, and `ladders` the ladders that are bound to the model. Any thread may read
-    their figures.
+    their figures, ask which are bound, and say which is to be `kept`.
 
     `numerics` says whether `exact` promises the tokens of `full` for this model here, and names the bits that it gives.
     The log says the first when the engine starts.
@@ -134,7 +130,7 @@ class Engine:
             runner = run_in_own_thread(runner_of, loaded, kv_budget_bytes)
             self._promise = run_in_own_thread(promise_of, runner) if tries_promise else None
             if self._promise is not None:
-                _log_promise(loaded, self._promise)
+                self._promise.tell(loaded)
             kv_budget_bytes = runner.usable_bytes(kv_budget_bytes)
             if prefix_cache_bytes is None:
                 prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
@@ -211,17 +207,6 @@ class Engine:
     def num_learned_contexts(self) -> int:
         """Contexts in the table that learns from answers. 0 without one."""
         return self._decoder.learned.num_entries if self._decoder.learned else 0
-
-    def has_bound(self, ladder: Ladder) -> bool:
-        return self.ladders.has(ladder)
-
-    def has_room_for(self, num_ladders: int) -> bool:
-        """Whether so many ladders as large as the largest so far could be bound beside the others."""
-        return self.ladders.has_room_for(num_ladders)
-
-    def keep_bound(self, ladder: Ladder) -> None:
-        """This one of all bound ladders is dropped last."""
-        self.ladders.kept = ladder
 
     def proposer_names(self, ladder: Ladder | None = None) -> tuple[str, ...]:
         """What drafts for every request of the policy exact that has `ladder`, or none."""
@@ -349,11 +334,8 @@ class Engine:
         constraint = None
         if request.constraint is not None:
             constraint = self._constraints.start(request.constraint)
-        _ = (
-            request.given_key,
-            request.scope_key,
-            request.predicted,
-        )  # these and the answer are made here, not on the engine's thread
+        # These and the answer are made here, not on the engine's thread.
+        _ = request.given_key, request.scope_key, request.predicted
         job = EngineJob(
             request,
             None if request.policy.name == "full" else ladder,
@@ -416,13 +398,3 @@ class Engine:
     def _wake(self) -> None:
         """Handles refer to this method, so an engine lives at least as long as they do."""
         self._loop.wake()
-
-
-def _log_promise(loaded: LoadedModel, promise: Promise) -> None:
-    known = {"model_id": loaded.model_id}
-    if loaded.identity.is_known:
-        known["numerics_id"] = promise.of_model(loaded).id
-    if promise.is_exact:
-        log.info("exact gives the tokens of full", **known)
-    else:
-        log.warning("exact may differ from full at near ties", why=promise.why_not, **known)

@@ -66,6 +66,16 @@ class Promise:
         text = json.dumps(facts, sort_keys=True, default=str)
         return Numerics(hashlib.sha256(text.encode()).hexdigest()[:16], self.is_exact, self.why_not)
 
+    def tell(self, loaded: LoadedModel) -> None:
+        """Logs it."""
+        known = {"model_id": loaded.model_id}
+        if loaded.identity.is_known:
+            known["numerics_id"] = self.of_model(loaded).id
+        if self.is_exact:
+            log.info("exact gives the tokens of full", **known)
+        else:
+            log.warning("exact may differ from full at near ties", why=self.why_not, **known)
+
 
 def numerics_of(runner: Runner) -> Numerics:
     """As `promise_of`. Blocks until the model's fingerprint is known."""

@@ -385,8 +385,7 @@ def _one_kind(parts: Sequence[Stored]) -> str:
 def row_ranges(matrix: Stored) -> tuple[Tensor, ...]:
     """The numbers of the matrix' rows, int64, in parts of about PART_NUMBERS numbers and of whole panels."""
     panels = max(1, PART_NUMBERS // _PANEL // max(matrix.columns, 1))
-    parts: tuple[Tensor, ...] = torch.arange(matrix.rows).split(_PANEL * panels)
-    return parts
+    return tuple(torch.arange(matrix.rows).split(_PANEL * panels))
 
 
 def name_of(file: StableFile, offset: int, form: str, rows: slice, row_order: Tensor | None = None) -> str:

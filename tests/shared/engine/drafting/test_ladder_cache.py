@@ -204,12 +204,12 @@ def test_the_least_recently_used_leave_as_far_as_memory_asks(loaded):
     with fixed_cost_engine(loaded, ladder_bytes=1000) as engine:
         for ladder in small:
             engine.prepare(ladder)
-        engine.keep_bound(small[0])
+        engine.ladders.kept = small[0]
         list(engine.submit(request(4, policy=EXACT), small[1]).events())
-        assert engine.has_room_for(6)
-        assert not engine.has_room_for(7)
+        assert engine.ladders.has_room_for(6)
+        assert not engine.ladders.has_room_for(7)
         engine.prepare(large := sized(750))
-        held = [engine.has_bound(ladder) for ladder in small]
+        held = [engine.ladders.has(ladder) for ladder in small]
         assert held == [True, True, False, False], "the one that is kept, and the one that was used last"
         assert engine.ladders.num_bytes == 950
         del large
@@ -221,7 +221,7 @@ def test_the_least_recently_used_leave_as_far_as_memory_asks(loaded):
             gc.collect()
             assert len(alive) <= 2
             assert engine.ladders.num_bytes <= 1000
-        assert engine.has_bound(small[0])
+        assert engine.ladders.has(small[0])
 
 
 def test_a_ladder_that_alone_takes_too_much_is_refused_and_the_others_stay(loaded):
@@ -232,7 +232,7 @@ def test_a_ladder_that_alone_takes_too_much_is_refused_and_the_others_stay(loade
         assert (raised.value.reason, raised.value.metadata["num_bytes"]) == ("ROUTER_OVER_MEMORY", "1001")
         with pytest.raises(PreconditionFailed):
             list(engine.submit(request(4, policy=EXACT), sized(1001)).events())
-        assert engine.has_bound(fits)
+        assert engine.ladders.has(fits)
 
 
 def pools(loaded: LoadedModel, count: int) -> list[Ladder]:
