@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Self
@@ -175,11 +175,25 @@ def _kill_group(group: int) -> None:
         time.sleep(0.02)
 
 
-def interrupt_on_signals() -> None:
+def interrupt_on_signals() -> Callable[[], None]:
     """Let SIGINT and SIGTERM raise KeyboardInterrupt, so that services are stopped in order. A shell starts background
-    jobs with SIGINT ignored."""
+    jobs with SIGINT ignored.
+
+    Return what raises it again once one has come: Python drops an exception that comes in a destructor, or in a
+    callback of C code."""
+    came: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, interrupt)
+    return check
 
 
 # Opening a registry whose servers hang takes 20 s.

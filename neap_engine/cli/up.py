@@ -5,7 +5,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -98,7 +98,7 @@ def up(
     shared_flags, logs = ["--model", f"{model_id}={source}", "--data-dir", str(folder)], folder / "logs"
     metrics = f"127.0.0.1:{free_port()}"
     print_line(f"{model_id}: {source}; logs in {logs}")
-    interrupt_on_signals()
+    check_interrupted = interrupt_on_signals()
     with ExitStack() as stack:
 
         def started(name: str, module: str, listen: str, *flags: str, niceness: int = 0) -> ServiceProcess:
@@ -128,15 +128,22 @@ def up(
             for address in (serving, learning)
         )
         states = chain(learned(serves, learns, model_id, budget if calibrate else 0), newer(learns, model_id))
-        watch(processes, View(metrics, Comparison(serves, model_id)), states, out)
+        watch(processes, View(metrics, Comparison(serves, model_id)), states, out, check_interrupted)
 
 
-def watch(processes: list[ServiceProcess], view: View, states: Iterator[str], console: Console) -> None:
+def watch(
+    processes: list[ServiceProcess],
+    view: View,
+    states: Iterator[str],
+    console: Console,
+    check_interrupted: Callable[[], None],
+) -> None:
     """Shows what is served and learned until Ctrl-C. Raises `Unavailable` if one of the processes ends."""
     state = said = ""
     with console.status("") as status:
         try:
             while True:
+                check_interrupted()
                 check_alive(processes)
                 try:
                     state = next(states, state) or state

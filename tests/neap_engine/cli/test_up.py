@@ -1,12 +1,18 @@
 """What `neap up` says of a model's router and of a worker, and what it makes of --model. As processes: tests/e2e."""
 
+import os
+import signal
+from contextlib import suppress
+from types import SimpleNamespace
+
 import pytest
 from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.router.v1 import router_pb2
 
 from neap_engine.cli import up as module
-from neap_engine.cli.up import learned, named_source, newer, share_flags
+from neap_engine.cli.processes import interrupt_on_signals
+from neap_engine.cli.up import learned, named_source, newer, share_flags, watch
 from shared.errors import NotFound
 from shared.worker_settings import WorkerSettings
 from tests.neap_engine.cli.conftest import refuse
@@ -122,3 +128,26 @@ def test_a_gpu_has_room_for_the_calibrator(monkeypatch, variables, flags):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert share_flags(WorkerSettings()) == flags
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_python_drops_ends_it_all_the_same(number, monkeypatch, capsys):
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(module, "POLL_S", 0.0)
+
+    def states():
+        with suppress(KeyboardInterrupt):  # as in a destructor
+            os.kill(os.getpid(), number)
+            signal.pause()
+        for look in range(3):
+            yield f"look {look}"
+        raise AssertionError("it goes on")
+
+    view = SimpleNamespace(line=lambda: "", begin_again=lambda: None)
+    try:
+        watch([], view, states(), module.out, interrupt_on_signals())
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    said = capsys.readouterr()
+    assert "ending" in said.out + said.err
