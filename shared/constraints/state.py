@@ -23,7 +23,8 @@ MAX_RUN = 64
 # Bytes of forced text of which the first token is looked for.
 MAX_BEGUN = 256
 # What a grammar may take of the engine's thread, in seconds of a processor: at once, and for each token of the answer.
-# Those that people write take a tenth of it. The library's limits bound what it takes at one token.
+# Those that people write take a tenth of it. The library's limits bound what it takes at one token. Twice that at most,
+# because the first of it is counted with waits for a processor, by a clock that costs less.
 MOST_S, MOST_PER_TOKEN_S = 0.5, 0.005
 # How the library calls a state from which no text is complete.
 DEAD_END = "NoExtensionBias"

@@ -3,7 +3,6 @@ they give the same bits, on any device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -220,7 +219,7 @@ class GatedModel:
     def _is_direct_at(self, place: int, direct: DirectPass) -> bool:
         """Whether passes over positions from `place` on have the same bits."""
         counts = (4, 1, 4)
-        depth = replace(self._kinds, kinds=tuple(zip(self._kinds.kinds, direct.inputs, strict=True))).depth
+        depth = self._kinds.told_apart_by(direct.inputs).depth
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.loaded.vocabulary_size, (1, sum(counts)), generator=generator)
         cache, twin = (self.new_cache(sum(counts)) for _ in range(2))

@@ -2,9 +2,9 @@
 layers of every kind: those below differ from them in their numbers alone.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -31,6 +31,10 @@ class LayerKinds:
         """The smallest depth above which there are layers of all kinds."""
         last_new = max(map(self.kinds.index, self.kinds))
         return min(max(last_new + 1, _FEWEST), len(self.kinds))
+
+    def told_apart_by(self, facts: Sequence[Hashable]) -> "LayerKinds":
+        """Kinds of layers that have the same of `facts`, too, of which there is one for each layer."""
+        return replace(self, kinds=tuple(zip(self.kinds, facts, strict=True)))
 
     def alike(self, name: str) -> list[str]:
         """The names of the modules that are in layers of the same kind what module `name` is in its own layer. Itself

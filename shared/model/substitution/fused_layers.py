@@ -1,7 +1,7 @@
 """Replaces the forward of each decoder layer by one op, if the op gives the same bits for a layer of its kind."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,7 @@ def _kinds(run: Substitutions, layers: nn.ModuleList, candidates: Mapping[nn.Mod
     forms = [None if plan is None else plan.form for plan in plans]
     kinds = layer_kinds(run.model)
     assert kinds is not None
-    return replace(kinds, kinds=tuple(zip(kinds.kinds, forms, strict=True)))
+    return kinds.told_apart_by(forms)
 
 
 def _unfuse(layer: nn.Module, fused: FusedLayer) -> None:
