@@ -106,6 +106,8 @@ void pack_panel_of(const uint8_t* rows, int64_t lanes, int64_t in_features, uint
           put_scales(source + 4, i, scale + lane, scale + kPanel + lane);
         } else if constexpr (is_super) {
           scale[lane] = source[192 + i];
+        } else if constexpr (layout.scale_bytes == kPanel) {
+          scale[lane] = source[0];
         } else {
           put_half(scale + lane * 2, source);
           if constexpr (layout.scale_bytes == kPanel * 4) put_half(scale + kPanel * 2 + lane * 2, source + 2);
@@ -158,7 +160,7 @@ void pack_blocks(Format format, const uint8_t* rows, int64_t out_features, int64
   if (lanes < kPanel) std::memset(out, 0, panel_bytes(format, in_features));
   constexpr decltype(&pack_panel_of<kQ4_0>) kOf[] = {pack_panel_of<kQ4_0>, pack_panel_of<kQ4_1>, pack_panel_of<kQ5_0>,
                                                      pack_panel_of<kQ5_1>, pack_panel_of<kQ8_0>, pack_panel_of<kQ4_K>,
-                                                     pack_panel_of<kQ5_K>, pack_panel_of<kQ6_K>};
+                                                     pack_panel_of<kQ5_K>, pack_panel_of<kQ6_K>, pack_panel_of<kMxfp4>};
   static_assert(std::size(kOf) == kFormats - kQ4_0);
   kOf[format - kQ4_0](rows + panel * kPanel * row_bytes, lanes, in_features, out);
 }

@@ -94,7 +94,7 @@ Tensor pack_blocks(Tensor blocks, std::string kind, int64_t in_features) {
   int index = kQ4_0;
   while (index < kFormats && kind != kLayouts[index].name) ++index;
   NEAP_CHECK(index < kFormats, "pack_blocks: there is no format '", kind,
-             "'; names are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K");
+             "'; names are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4");
   const Format format = (Format)index;
   const Layout& layout = kLayouts[format];
   NEAP_CHECK(blocks.is_cpu() && blocks.scalar_type() == ScalarType::Byte && blocks.dim() == 2 && blocks.is_contiguous(),

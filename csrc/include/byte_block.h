@@ -16,7 +16,7 @@ template <Format kFormat>
 struct ByteBlock : TakenBlock<kFormat, false> {
   typedef TakenBlock<kFormat, false> Taken;
   typedef typename Taken::Reader Reader;
-  typedef ByteSums<Reader::kLayout.bits> Quads;
+  typedef ByteSums<Reader::kQuadBits> Quads;
   using Taken::kGroup, Taken::quants, Taken::scales, Taken::offsets;
   static constexpr int kWords = kGroup / 4;
 
@@ -85,7 +85,7 @@ __attribute__((noinline)) void byte_panels(const Matrix& matrix, int64_t in_feat
 // From kQ4_0 on.
 constexpr BlockProduct kByteProducts[kFormats - kQ4_0] = {
     byte_panels<kQ4_0>, byte_panels<kQ4_1>, byte_panels<kQ5_0>, byte_panels<kQ5_1>,
-    byte_panels<kQ8_0>, byte_panels<kQ4_K>, byte_panels<kQ5_K>, byte_panels<kQ6_K>,
+    byte_panels<kQ8_0>, byte_panels<kQ4_K>, byte_panels<kQ5_K>, byte_panels<kQ6_K>, byte_panels<kMxfp4>,
 };
 
 }  // namespace neap::NEAP_ISA

@@ -57,6 +57,37 @@ NEAP_INLINE Vec load_bytes(const Byte* p) {
 }
 #endif
 
+// What the quants of MXFP4 stand for (OCP's Microscaling Formats 1.0: floats of a sign, two bits of exponent and one of
+// mantissa), doubled, so that all are whole; and the same plus kTableBias, so that none has a sign.
+constexpr int kTableBias = 12;
+alignas(16) constexpr int8_t kSignedTable[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+alignas(16) constexpr int8_t kBiasedTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// The table's byte for each byte of `places`, which are below 16.
+NEAP_INLINE UintVec from_table(const int8_t (&table)[16], UintVec places) {
+#if defined(NEAP_AVX512)
+  const __m512i all = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table));
+  return (UintVec)_mm512_shuffle_epi8(all, (__m512i)places);
+#elif defined(NEAP_AVX2)
+  const __m256i all = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table));
+  return (UintVec)_mm256_shuffle_epi8(all, (__m256i)places);
+#elif defined(NEAP_NEON)
+  return (UintVec)vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)places);
+#else
+  UintVec found = {};
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int shift = 0; shift < 32; shift += 8)
+      found[lane] |= (uint32_t)(uint8_t)table[places[lane] >> shift & 15] << shift;
+  return found;
+#endif
+}
+
+// 2 to the power of each byte less 128.
+NEAP_INLINE Vec load_powers(const uint8_t* p) {
+  const IntVec exponent = __builtin_convertvector(load_bytes(p), IntVec), is_tiny = exponent < 2;
+  return (Vec)((is_tiny & (0x00200000 * (exponent + 1))) | (~is_tiny & ((exponent - 1) << 23)));
+}
+
 // The quant whose lowest 4 bits are those of `low`, whose higher bits stand above the lowest 4 of `high`, as float32.
 template <int kBits>
 NEAP_INLINE Vec number_of(UintVec low, UintVec high) {
@@ -144,7 +175,13 @@ struct Quants : Sums {
   static constexpr int kHighBits = kLayout.bits == 8 ? 0 : kLayout.bits - 4;
   static constexpr int64_t kHighBytes = kHighBits ? kPanel * 4 : 0;  // a line of bits above the lowest 4
   // What is subtracted from each quant before it is scaled.
-  static constexpr int kBias = kFormat == kQ4_0 ? 8 : kFormat == kQ5_0 ? 16 : kFormat == kQ6_K ? 32 : 0;
+  static constexpr bool kHasTable = kFormat == kMxfp4;
+  static constexpr int kBias = kFormat == kQ4_0   ? 8
+                               : kFormat == kQ5_0 ? 16
+                               : kFormat == kQ6_K ? 32
+                               : kHasTable        ? kTableBias
+                                                  : 0;
+  static constexpr int kQuadBits = kHasTable ? 5 : kLayout.bits;  // of what `quads` gives
 
   const uint8_t *block, *scales, *quants;
   const uint8_t* group_quants;
@@ -169,11 +206,13 @@ struct Quants : Sums {
         offset[v] = -(load_halves(block + kPanel * 2 + halves) * load_bytes(group_scales + kPanel + singles));
       } else if constexpr (kFormat == kQ6_K) {
         scale[v] = load_halves(block + halves) * load_bytes(reinterpret_cast<const int8_t*>(group_scales) + singles);
+      } else if constexpr (kHasTable) {
+        scale[v] = load_powers(group_scales + singles);
       } else {
         scale[v] = load_halves(group_scales + halves);
         if constexpr (kFormat == kQ4_1 || kFormat == kQ5_1) offset[v] = load_halves(group_scales + kPanel * 2 + halves);
       }
-      if constexpr (kBias != 0) offset[v] = scale[v] * splat((float)-kBias);
+      if constexpr (kBias != 0 && !kHasTable) offset[v] = scale[v] * splat((float)-kBias);
       if constexpr (kHighBytes != 0) high[v] = load_bits(group_quants + v * kLanes * 4);
     }
   }
@@ -194,6 +233,9 @@ struct Quants : Sums {
     if constexpr (kLayout.bits == 8) {
       const IntVec number = (IntVec)((kOdd ? high[v] : low[v]) << (24 - 8 * kByte)) >> 24;
       return __builtin_convertvector(number, Vec) * scale[v];
+    } else if constexpr (kHasTable) {
+      const IntVec number = (IntVec)(from_table(kSignedTable, low[v] >> (4 * kInput) & 15u) << 24) >> 24;
+      return __builtin_convertvector(number, Vec) * scale[v];
     } else {
       constexpr int kShift = 4 - 8 * kByte - kHighBits * kOdd;  // moves the input's high bits above the lowest 4
       const UintVec above = kHighBits == 0 ? low[v]
@@ -207,6 +249,7 @@ struct Quants : Sums {
   template <int kOdd> NEAP_INLINE UintVec quads(int v) const {
     if constexpr (kLayout.bits == 8) return kOdd ? high[v] : low[v];
     const UintVec lowest = (low[v] >> (4 * kOdd)) & 0x0f0f0f0fu;
+    if constexpr (kHasTable) return from_table(kBiasedTable, lowest);
     if constexpr (kHighBits == 0) return lowest;
     return lowest | ((high[v] >> (kHighBits * kOdd)) & (0x01010101u * ((1u << kHighBits) - 1u))) << 4;
   }

@@ -41,10 +41,11 @@ enum Format : int32_t {
   kQ4_K = 8,
   kQ5_K = 9,
   kQ6_K = 10,
-  kFormats = 11
+  kMxfp4 = 11,
+  kFormats = 12
 };
 
-// How a quantised format is laid out. A weight is scale * quant + offset.
+// How a quantised format is laid out. A weight is scale * quant + offset; MXFP4's quants stand for numbers in a table.
 struct Layout {
   const char* name;                     // GGUF's
   int bits;                             // of a quant
@@ -59,6 +60,7 @@ constexpr Layout kLayouts[kFormats] = {
     {"Q4_0", 4, 32, 0, 32, 32, 18},    {"Q4_1", 4, 32, 0, 64, 32, 20},    {"Q5_0", 5, 32, 0, 32, 32, 22},
     {"Q5_1", 5, 32, 0, 64, 32, 24},    {"Q8_0", 8, 32, 0, 32, 32, 34},    {"Q4_K", 4, 32, 64, 32, 256, 144},
     {"Q5_K", 5, 32, 64, 32, 256, 176}, {"Q6_K", 6, 16, 32, 16, 256, 210},
+    {"MXFP4", 4, 32, 0, 16, 32, 17},
 };
 
 constexpr bool is_quantised(Format format) { return format >= kQ4_0; }

@@ -39,7 +39,7 @@ constexpr Matmul matmul_of() {
 constexpr Matmul kMatmuls[kFormats] = {
     matmul_of<kPlain32>(), matmul_of<kPlain16>(), matmul_of<kPlainBf16>(), matmul_of<kQ4_0>(),
     matmul_of<kQ4_1>(),    matmul_of<kQ5_0>(),    matmul_of<kQ5_1>(),      matmul_of<kQ8_0>(),
-    matmul_of<kQ4_K>(),    matmul_of<kQ5_K>(),    matmul_of<kQ6_K>(),
+    matmul_of<kQ4_K>(),    matmul_of<kQ5_K>(),    matmul_of<kQ6_K>(),      matmul_of<kMxfp4>(),
 };
 
 constexpr Matmul kDots = {panels_for<BfloatDots>, pick_tile<BfloatDots>, dequantise_block<BfloatPairs>, false};
@@ -54,6 +54,7 @@ constexpr Matmul rounded_matmul_of() {
 constexpr Matmul kRoundedMatmuls[kFormats - kQ4_0] = {
     rounded_matmul_of<kQ4_0>(), rounded_matmul_of<kQ4_1>(), rounded_matmul_of<kQ5_0>(), rounded_matmul_of<kQ5_1>(),
     rounded_matmul_of<kQ8_0>(), rounded_matmul_of<kQ4_K>(), rounded_matmul_of<kQ5_K>(), rounded_matmul_of<kQ6_K>(),
+    rounded_matmul_of<kMxfp4>(),
 };
 
 // What tiles read of an input row: floats, pairs of bfloat16 in floats' places, or InputGroups.

@@ -251,7 +251,7 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
 template <Format kFormat, int kRows, int kPanels>
 __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
   typedef RoundedQuants<kFormat> Reader;
-  typedef ByteSums<Reader::kLayout.bits> Quads;
+  typedef ByteSums<Reader::kQuadBits> Quads;
   constexpr int kColumns = kPanels * kPanelVecs, kGroup = Reader::kGroup, kWords = kGroup / 4, kLine = 8;
   constexpr int32_t kBias = Reader::kBias + Quads::kBias;
   const uint8_t* ahead = t.ahead.next;

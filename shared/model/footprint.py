@@ -14,9 +14,9 @@ from shared.model.parts import layer_configs
 from shared.model.source import arguments_of
 from shared.model.weights.files import parts_of
 from shared.model.weights.gguf_file import read_contents
-from shared.model.weights.groups import Scheme, scheme_of
+from shared.model.weights.schemes import Scheme
 from shared.model.weights.quantised import quantisation
-from shared.model.weights.reading import CheckpointFiles, SafetensorsReader, replaced
+from shared.model.weights.reading import CheckpointFiles, SafetensorsReader, replaced, scheme_of
 from shared.model.weights.stored import BLOCK_KINDS, LAZY_DTYPES, PLAIN_KINDS
 from shared.ops.blocks import arranged_bytes
 from shared.ops.paged_on_gpu import has_triton
@@ -115,12 +115,12 @@ def _safetensors(path: Path, checkpoint: CheckpointFiles, scheme: Scheme | None)
     for file in sorted(path.glob("*.safetensors")):
         reader = SafetensorsReader(checkpoint, file, lazy=True, scheme=scheme)
         for entry in reader.entries.values():
-            count, grouped = torch.Size(entry.shape).numel(), reader.grouped(entry.name)
-            if grouped is None or not grouped.device_kind:
+            count, stored = torch.Size(entry.shape).numel(), reader.quantised(entry.name)
+            if stored is None or not stored.device_kind:
                 yield _Stored(count, len(entry.shape), entry.dtype, entry.num_bytes)
                 continue
-            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[grouped.kind]]
-            arranged = arranged_bytes(grouped.device_kind, grouped.rows, grouped.columns)
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[stored.format]]
+            arranged = arranged_bytes(stored.device_kind, count // stored.columns, stored.columns)
             yield _Stored(count, 2, None, count // block * block_bytes, arranged)
 
 

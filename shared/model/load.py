@@ -26,11 +26,10 @@ from shared.model.parts import refuse_config
 from shared.model.remembered.facts import Facts
 from shared.model.remembered.store import StartEntry, StartStore
 from shared.model.source import arguments_of, missing_model, size_mb
-from shared.model.weights.groups import scheme_of
 from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.on_device import TakenBlocks
-from shared.model.weights.quantised import dequantises, missing_package, quantisation, settings_of
-from shared.model.weights.reading import CheckpointFiles, replaced, safetensors_replacements
+from shared.model.weights.quantised import dequantises, missing_package, quantisation
+from shared.model.weights.reading import CheckpointFiles, replaced, safetensors_replacements, scheme_of
 from shared.ops.cards import check_card
 from shared.ops.paged_on_gpu import has_triton
 
@@ -123,11 +122,8 @@ def _load_model(
         refuse_config(config)
         sharding = None if ranks is None else _sharding(config, ranks, model_id, where)
         scheme = scheme_of(config)
-        is_changed = scheme is not None or quantisation(config) == "mxfp4"
         if scheme is not None:  # neap reads the matrices, into modules of its own
             del config.quantization_config
-        elif is_changed:  # else transformers would run code from the hub, where it can
-            config.quantization_config = {**(settings_of(config) or {}), "dequantize": True}
         method = quantisation(config)
         on_cpu = device == "cpu"
         # On a CPU everything but the matrices is float32. Quantised modules compute in the dtype of their checkpoint.
@@ -144,7 +140,7 @@ def _load_model(
             default = sixteen_bits(torch.device(device)) if "gguf_file" in where else "auto"
             is_in_blocks = "gguf_file" in where or scheme is not None
             stays_in_blocks = _stays_in_blocks(is_in_blocks and accelerate, device, dtype)
-            kept = {**where, "config": config} if is_changed else where
+            kept = {**where, "config": config} if scheme is not None else where
             model = _build(kept, torch.float32 if in_float32 or stays_in_blocks else dtype or default, sharding)
             # Matrices are packed while Python makes the tokenizer.
             with ThreadPoolExecutor(1, "neap-pack") as pool:

@@ -10,6 +10,8 @@ rows read without gaps. It takes 1.00 to 1.11 times the bytes of the file.
 - `scales` int32 [G, N]: of a group a scale and an addend (float16), or of two groups four scales or scales and addends
   of 8 bits; or of one, two or four groups a scale (float16) and a zero (int16). `supers` int32 [K / 256, N]: what
   scales of 8 bits are multiplied by (float16 each). Empty without.
+
+A quant of MXFP4 is the float of 4 bits itself, and a word has the exponents of four groups.
 """
 
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ class Blocks(NamedTuple):
 class Layout:
     """`bits` and `high`: bits of a quant in `low` and in `high`. `step`: columns whose bytes are whole. `scales`: 0: a
     scale and an addend of a group; 1: 6 bits of each, and supers; 2: a signed scale for 16 columns, and supers; 3: a
-    scale and a zero. `zero`: what a quant of 0 is written as. `block`: columns of a block of the file. `span`: columns
+    scale and a zero; 4: exponents. `zero`: what a quant of 0 is written as. `block`: columns of a block of the file. `span`: columns
     of a word of scales."""
 
     bits: int
@@ -59,6 +61,9 @@ class Layout:
         return self.scales in (1, 2)
 
 
+# What the quants of MXFP4 stand for, doubled.
+_DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
+
 LAYOUTS = {
     "Q4_0": Layout(4, 0, 64, 0, 8, 32),
     "Q4_1": Layout(4, 0, 64, 0, 0, 32),
@@ -68,6 +73,7 @@ LAYOUTS = {
     "Q4_K": Layout(4, 0, 64, 1, 0, 256, 64),
     "Q5_K": Layout(4, 1, 256, 1, 0, 256, 64),
     "Q6_K": Layout(4, 2, 128, 2, 32, 256, 64),
+    "MXFP4": Layout(4, 0, 128, 4, 0, 32, 128),
     **{f"W4_{span}": Layout(4, 0, max(span, 64), 3, 0, span, span) for span in (32, 64, 128)},
 }
 
@@ -116,7 +122,11 @@ def widened(blocks: Blocks, kind: str, width: int, rows: Tensor | slice = slice(
             quants += torch.stack(parts, 1).flatten(0, 1).int() << 4
     numbers = (quants - layout.zero).float()  # [groups, n, 32]
     words = blocks.scales[:, rows]
-    if layout.scales == 0:
+    if layout.scales == 4:
+        exponents = words.contiguous().view(torch.uint8).view(*words.shape, 4).transpose(1, 2).flatten(0, 1).int()
+        powers = torch.where(exponents < 2, (exponents + 1) << 21, (exponents - 1) << 23).view(torch.float32)
+        numbers = torch.tensor(_DOUBLED, device=low.device)[quants] * powers[..., None]
+    elif layout.scales == 0:
         scale, addend = _halves(words)
         numbers = scale[..., None] * numbers + addend[..., None]
     elif layout.scales == 3:
@@ -196,6 +206,12 @@ def _six_bit_quants(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (lower | upper << 4).flatten(-2), words, _word(scale, torch.zeros_like(scale))
 
 
+def _floats(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks of 32: an exponent, quants."""
+    exponents = F.pad(blocks[..., 0], (0, -blocks.shape[1] % 4))
+    return _nibbles(blocks[..., 1:]), _word(exponents.unflatten(1, (-1, 4))), blocks.new_empty(0, dtype=torch.int32)
+
+
 def _zeroed(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of columns that share them a scale (float16), a zero (int16), and quants."""
     return _nibbles(blocks[..., 4:]), _word(blocks[..., :4]), blocks.new_empty(0, dtype=torch.int32)
@@ -210,5 +226,6 @@ _PARTS = {
     "Q4_K": lambda blocks: _six_bits(blocks, fifth=False),
     "Q5_K": lambda blocks: _six_bits(blocks, fifth=True),
     "Q6_K": _six_bit_quants,
+    "MXFP4": _floats,
     **dict.fromkeys(("W4_32", "W4_64", "W4_128"), _zeroed),
 }

@@ -27,7 +27,12 @@ def half_at(word, PLACE: tl.constexpr):
 def widened(quants, words, supers, GROUP: tl.constexpr, SCALES: tl.constexpr, ZERO: tl.constexpr):
     """Quants [BN, 32] int32 of a group, with their words of scales [BN], as numbers float32. SCALES: 0: a scale and an
     addend of each group; 1: of each group 6 bits of scale and addend, which `supers` scale; 2: a signed scale for 16
-    quants, which `supers` scale; 3: a scale and a zero."""
+    quants, which `supers` scale; 3: a scale and a zero; 4: of each group an exponent, and quants are floats."""
+    if SCALES == 4:
+        size, exponent = quants & 7, (words >> (8 * (GROUP % 4))) & 255
+        doubled = tl.where(size < 2, size, (2 + (size & 1)) << tl.maximum(size // 2 - 1, 0)).to(tl.float32)
+        power = tl.where(exponent < 2, (exponent + 1) << 21, (exponent - 1) << 23).to(tl.float32, bitcast=True)
+        return tl.where(quants < 8, doubled, -doubled) * power[:, None]
     numbers = (quants - ZERO).to(tl.float32)
     if SCALES == 0:
         return half_at(words, 0)[:, None] * numbers + half_at(words, 1)[:, None]
@@ -111,7 +116,7 @@ def multiply(
                         quants += ((upper >> (i % 8)) & 1).to(tl.int32) * 16
                     if i % WORD == 0:
                         words = tl.load(scales + group // WORD + rows * (i // WORD) + held_row, mask=inside, other=0)
-                    if SCALES == 0 or SCALES == 3:
+                    if SCALES == 0 or SCALES == 3 or SCALES == 4:
                         above = words
                     else:
                         if i % 8 == 0:

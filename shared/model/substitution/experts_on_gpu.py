@@ -85,7 +85,8 @@ def group(module: nn.Module, blocks: Mapping[str, Sequence[tuple[Blocks, str]]])
     matrices, widest = [], MOST_TOKENS
     for name in names:
         parameter, held = module.get_parameter(name), blocks.get(name, ())
-        settings.num_matrices, rows, width = _upright(module, parameter).shape
+        settings.num_matrices, *sizes = parameter.shape
+        rows, width = reversed(sizes) if settings.is_transposed else sizes
         if not held and not _upright(module, parameter).is_contiguous():
             # It keeps its shape, and lies as the product reads it.
             turned = _upright(module, parameter.detach()).contiguous()

@@ -12,7 +12,6 @@ quants hold quant - zero. A GPU keeps 4 bits, and a scale and a zero for a group
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +20,11 @@ from transformers import PreTrainedConfig
 from shared import ops
 from shared.model.dtypes import dtype_name
 from shared.model.remembered.packed import PackedMatrices
-from shared.model.weights.files import StableFile, corrupt
+from shared.model.weights.files import corrupt
 from shared.model.weights.quantised import quantisation, settings_of
+from shared.model.weights.schemes import Place, Scheme
 from shared.model.weights.stored import ALL_ROWS, Stored, name_of, rounded_to, row_ranges
 
-# Names that end with these are tensors of such a matrix.
-PARTS = ("qweight", "qzeros", "scales", "g_idx")
 # The output among 8 whose quant each four bits of AWQ's words hold, from the lowest on.
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 # Columns that share a scale in the blocks, and in what a GPU keeps.
@@ -34,7 +32,7 @@ BLOCK, SPANS = 32, (128, 64, 32)
 
 
 @dataclass(frozen=True)
-class Scheme:
+class Groups(Scheme):
     """How a folder's matrices are packed. `group`: columns of a group; -1: all.
     `zeros_less_one`: whether 1 is to be added to the file's zeros."""
 
@@ -42,9 +40,18 @@ class Scheme:
     bits: int
     group: int
     zeros_less_one: bool
+    parts, suffix = (".qweight", ".qzeros", ".scales", ".g_idx"), ".weight"
+
+    def shape_of(self, name: str, places: Mapping[str, Place]) -> tuple[int, int]:
+        return shape_of(name, places, self)
+
+    def stored(
+        self, name: str, places: Mapping[str, Place], target_dtype: torch.dtype | None, matrices: PackedMatrices | None
+    ) -> "Grouped":
+        return Grouped(name, places, self, target_dtype=target_dtype, matrices=matrices)
 
 
-def scheme_of(config: PreTrainedConfig) -> Scheme | None:
+def scheme_of(config: PreTrainedConfig) -> Groups | None:
     """None if neap does not read the checkpoint's packing, which then is a matter of the package that made it."""
     method, settings = quantisation(config), settings_of(config) or {}
     bits, group = settings.get("bits", 4), settings.get("group_size", 128)
@@ -52,28 +59,15 @@ def scheme_of(config: PreTrainedConfig) -> Scheme | None:
         return None
     if method == "awq":
         is_read = bits == 4 and settings.get("zero_point", True) and settings.get("version", "gemm") in ("gemm", "GEMM")
-        return Scheme(True, 4, group, False) if is_read else None
+        return Groups(True, 4, group, False) if is_read else None
     form = settings.get("checkpoint_format") or "gptq"
     is_other = settings.get("is_marlin_format") or settings.get("dynamic") or settings.get("pack_dtype") not in _WORDS
     if method != "gptq" or bits not in (4, 8) or form not in ("gptq", "gptq_v2") or is_other:
         return None
-    return Scheme(False, bits, group, form == "gptq")
+    return Groups(False, bits, group, form == "gptq")
 
 
 _WORDS = (None, "int32", torch.int32)
-
-
-class Place(NamedTuple):
-    """A tensor of a file."""
-
-    file: StableFile
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self) -> Tensor:
-        num_bytes = torch.Size(self.shape).numel() * self.dtype.itemsize
-        return self.file.read(self.offset, num_bytes).view(self.dtype).view(self.shape)
 
 
 class Grouped(Stored):
@@ -87,7 +81,7 @@ class Grouped(Stored):
         self,
         name: str,
         places: Mapping[str, Place],
-        scheme: Scheme,
+        scheme: Groups,
         *,
         target_dtype: torch.dtype | None = None,
         matrices: PackedMatrices | None = None,
@@ -209,7 +203,7 @@ class Grouped(Stored):
         return four[..., torch.tensor(AWQ_ORDER).argsort()] if self._scheme.is_awq else four
 
 
-def shape_of(name: str, places: Mapping[str, Place], scheme: Scheme) -> tuple[int, int]:
+def shape_of(name: str, places: Mapping[str, Place], scheme: Groups) -> tuple[int, int]:
     """N and K. Raises `Corrupt`."""
     path, in_word = places["qweight"].file.path, 32 // scheme.bits
     for part, dtypes in {"qweight": (torch.int32,), "qzeros": (torch.int32,), "scales": _SCALES}.items():

@@ -23,9 +23,11 @@ PART_ROWS = 1 << 15
 class OnDevice(Stored):
     """A matrix [N, K] in blocks of a kind on a device, as a model sees it in `dtype`."""
 
-    def __init__(self, held: arrangement.Blocks, columns: int, kind: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, held: arrangement.Blocks, columns: int, kind: str, dtype: torch.dtype, *, transposed: bool = False
+    ) -> None:
         self.held, self.dtype, self.device = held, dtype, held.low.device
-        super().__init__(held.rows, columns, kind)
+        super().__init__(held.rows, columns, kind, transposed=transposed)
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -72,7 +74,7 @@ class TakenBlocks:
             for name in _names_of_kept(module):
                 parameter = module._parameters.get(name)
                 stored = lazy(parameter)
-                if stored is None or parameter is None or stored.transposed or getattr(module, "is_transposed", False):
+                if stored is None or parameter is None or stored.transposed != getattr(module, "is_transposed", False):
                     continue
                 if all(section.device_kind for section in stored.sections):
                     self._taken.append((module, name, parameter))
@@ -128,11 +130,12 @@ def _stacked(sections: list[OnDevice], number: int) -> Stacked:
         for expert, parts in enumerate(experts):
             rows = slice(expert * each, (expert + 1) * each)
             held = arrangement.Blocks(*(part[:, rows] if part.dim() > 1 else part for part in own.held))
-            parts.append(OnDevice(held, own.columns, own.format, own.dtype))
+            parts.append(OnDevice(held, own.columns, own.format, own.dtype, transposed=own.transposed))
     return Stacked([parts[0] if len(parts) == 1 else Joined(parts) for parts in experts])
 
 
 def _arranged(stored: Stored, device: torch.device, dtype: torch.dtype) -> OnDevice:
     raw, kind = stored.device_blocks(), stored.device_kind
     parts = [arrangement.arranged(part.to(device), kind, stored.columns) for part in raw.split(PART_ROWS)]
-    return OnDevice(arrangement.joined(parts) if len(parts) > 1 else parts[0], stored.columns, kind, dtype)
+    held = arrangement.joined(parts) if len(parts) > 1 else parts[0]
+    return OnDevice(held, stored.columns, kind, dtype, transposed=stored.transposed)

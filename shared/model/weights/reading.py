@@ -17,14 +17,15 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from transformers import modeling_utils
+from transformers import PreTrainedConfig, modeling_utils
 
 from shared.errors import Corrupt
 from shared.model.remembered.packed import PackedMatrices
+from shared.model.weights import groups, mxfp4
 from shared.model.weights.files import StableFile, corrupt
-from shared.model.weights.groups import PARTS, Grouped, Place, Scheme, shape_of
 from shared.model.weights.lazy import LazyWeight
-from shared.model.weights.stored import LAZY_DTYPES, Plain
+from shared.model.weights.schemes import Place, Scheme
+from shared.model.weights.stored import LAZY_DTYPES, Plain, Stored
 
 MAX_HEADER_BYTES = 100_000_000
 DTYPES = {
@@ -106,6 +107,12 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
 
 def _bad_entry(file: StableFile, name: str) -> Corrupt:
     return corrupt(file.path, f"the entry of tensor {name!r} is invalid")
+
+
+def scheme_of(config: PreTrainedConfig) -> Scheme | None:
+    """None if neap does not read the checkpoint's quantised matrices, which then are a matter of the package that made
+    them."""
+    return groups.scheme_of(config) or mxfp4.scheme_of(config)
 
 
 Replacement = tuple[Any, str, Any]  # a module, the name of one of its functions, and what takes its place
@@ -203,7 +210,7 @@ def safetensors_replacements(
 
 class SafetensorsReader:
     """What transformers uses of `safetensors.safe_open`, which maps the file and gives tensors that are parts of the
-    mapping. Tensors of a quantised matrix, which may be in other files of the folder, are one `weight`."""
+    mapping. Tensors of a quantised parameter, which may be in other files of the folder, are one."""
 
     def __init__(
         self, checkpoint: CheckpointFiles, path: str | Path, *, lazy: bool, scheme: Scheme | None = None
@@ -216,19 +223,18 @@ class SafetensorsReader:
             self._gather(Path(path), scheme)
 
     def _gather(self, path: Path, scheme: Scheme) -> None:
-        """Puts quantised matrices in the place of their tensors."""
+        """Puts quantised parameters in the place of their tensors."""
         places: dict[str, Place] = {}
         for each in [path, *sorted(path.parent.glob("*.safetensors"))]:
             for name, entry in self._checkpoint.entries(each).items():
-                if name.endswith(PARTS):
+                if name.endswith(scheme.parts):
                     places.setdefault(name, Place(self._checkpoint.open(each), entry.offset, entry.shape, entry.dtype))
-        for name in [name for name in self.entries if name.endswith(PARTS)]:
-            prefix, _, part = name.rpartition(".")
+        for name in [name for name in self.entries if name.endswith(scheme.parts)]:
             entry = self.entries.pop(name)
-            if part == "qweight":
-                own = {part: places[key] for part in PARTS if (key := f"{prefix}.{part}") in places}
-                shape = shape_of(prefix, own, scheme)
-                weight = f"{prefix}.weight"
+            if name.endswith(scheme.parts[0]):
+                prefix = name.removesuffix(scheme.parts[0])
+                own = {part[1:]: places[prefix + part] for part in scheme.parts if prefix + part in places}
+                weight, shape = prefix + scheme.suffix, scheme.shape_of(prefix, own)
                 self._places[weight] = own
                 self.entries[weight] = TensorEntry(weight, torch.float16, shape, entry.offset, entry.num_bytes)
 
@@ -247,21 +253,20 @@ class SafetensorsReader:
     def get_slice(self, name: str) -> "_Slice":
         return _Slice(self, self.entries[name])
 
-    def grouped(self, name: str) -> Grouped | None:
-        """The quantised matrix that is `name`. None if it is none."""
+    def quantised(self, name: str) -> Stored | None:
+        """The quantised parameter `name`. None if it is none."""
         if self._scheme is None or name not in self._places:
             return None
         checkpoint = self._checkpoint
-        options: dict[str, Any] = {"target_dtype": checkpoint.dtype, "matrices": checkpoint.matrices}
-        return Grouped(name, self._places[name], self._scheme, **options)
+        return self._scheme.stored(name, self._places[name], checkpoint.dtype, checkpoint.matrices)
 
     def get_tensor(self, name: str) -> Tensor:
         entry = self.entries[name]
-        grouped = self.grouped(name)
-        if grouped is not None:
-            if grouped.why_wide:
-                self._checkpoint.dequantised[name] = grouped.why_wide
-            return LazyWeight(grouped)
+        quantised = self.quantised(name)
+        if quantised is not None:
+            if quantised.why_wide:
+                self._checkpoint.dequantised[name] = quantised.why_wide
+            return LazyWeight(quantised)
         shape = entry.shape
         if self._lazy and len(shape) == 2 and entry.num_bytes and entry.dtype in LAZY_DTYPES:
             checkpoint, place = self._checkpoint, (self._file, entry.offset, shape, entry.dtype)

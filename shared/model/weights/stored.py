@@ -17,7 +17,7 @@ from shared.model.remembered.packed import PackedMatrices
 from shared.model.weights.files import StableFile
 
 # The block formats of GGUF that the kernels multiply by.
-BLOCK_KINDS = frozenset(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
+BLOCK_KINDS = frozenset(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4"])
 PLAIN_KINDS = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -38,12 +38,13 @@ class Stored(ABC):
 
     `transposed`: whether a model holds it as [K, N], as GPT-2 does; `shape` is what the model holds. `parts`: those
     that it consists of. `dtype` and `device`: of the tensor that it is to a model. `device_kind`: of blocks that a GPU
-    multiplies by (`shared.ops.blocks`), if it can be arranged in such.
+    multiplies by (`shared.ops.blocks`), if it can be arranged in such. `why_wide`: why it is kept in 16 bits though its
+    checkpoint has fewer; empty if it is not.
     """
 
     parts: tuple["Stored", ...] = ()
     dtype, device = torch.float32, torch.device("cpu")
-    device_kind = ""
+    device_kind = why_wide = ""
 
     def __init__(self, rows: int, columns: int, form: str, *, transposed: bool = False) -> None:
         self.rows, self.columns, self.format, self.transposed = rows, columns, form, transposed
@@ -248,12 +249,14 @@ class Blocks(Stored):
         return (partial(ops.packed_rows, packed, rows) for rows in row_ranges(self))
 
     def look_up(self, ids: Tensor) -> Tensor:
+        blocks = self._rows_in_file(_in_file(ids, self._row_order))
+        rows = ops.unpack_linear(ops.pack_blocks(blocks, self._place[3].name, self.columns))
+        return rounded_to(rows, self._target_dtype or rows.dtype).float().view(*ids.shape, self.columns)
+
+    def _rows_in_file(self, rows: Sequence[int]) -> Tensor:
         file, offset, (_, columns), kind = self._place
         block, block_bytes = GGML_QUANT_SIZES[kind]
-        row_ids = _in_file(ids, self._row_order)
-        blocks = file.read_rows(offset, columns // block * block_bytes, row_ids)
-        rows = ops.unpack_linear(ops.pack_blocks(blocks, kind.name, columns))
-        return rounded_to(rows, self._target_dtype or rows.dtype).float().view(*ids.shape, columns)
+        return file.read_rows(offset, columns // block * block_bytes, rows)
 
     def rounded(self) -> Tensor:
         blocks = self.pack() if self._target_dtype is None else self._pack_blocks()

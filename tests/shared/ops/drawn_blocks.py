@@ -15,6 +15,9 @@ def drawn_blocks(rows: int, width: int, kind: str) -> Tensor:
     """Blocks of a file [N, bytes per row]: any bits, with scales of usual size."""
     block, size = block_sizes(kind)
     raw = torch.randint(0, 256, (rows, width // block, size), dtype=torch.uint8)
+    if kind == "MXFP4":
+        raw[..., 0] = torch.randint(115, 124, raw.shape[:2])
+        return raw.view(rows, -1)
     for place in HALVES.get(kind, (0,)):
         raw[..., place : place + 2] = (0.01 * torch.randn(rows, width // block, 1)).half().view(torch.uint8)
     if kind in SPANS:

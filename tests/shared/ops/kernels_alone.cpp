@@ -59,12 +59,13 @@ static std::vector<uint8_t> blocks(Format format, int64_t count, int64_t first) 
   for (int64_t i = 0; i < count; ++i) {
     uint8_t* block = &bytes[(size_t)(i * layout.source_bytes)];
     for (int64_t b = 0; b < layout.source_bytes; ++b)
-      block[b] = i >= first ? (uint8_t)draw() : layout.bits == 8 ? 0x80 : 0xff;
+      block[b] = i >= first ? (uint8_t)draw() : layout.bits == 8 ? 0x80 : format == kMxfp4 ? 0x77 : 0xff;
     Half scales[2];
     simd::round_to(.01f + .005f * number(), &scales[0]);
     simd::round_to(.02f * number(), &scales[1]);
     const bool has_minimum = format == kQ4_1 || format == kQ5_1 || format == kQ4_K || format == kQ5_K;
-    std::memcpy(block + (format == kQ6_K ? 208 : 0), scales, has_minimum ? 4 : 2);
+    if (format == kMxfp4) block[0] = (uint8_t)(118 + draw() % 6);
+    else std::memcpy(block + (format == kQ6_K ? 208 : 0), scales, has_minimum ? 4 : 2);
   }
   return bytes;
 }

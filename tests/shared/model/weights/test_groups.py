@@ -23,10 +23,9 @@ from shared.model.numerics import numerics_of
 from shared.model.remembered.packed import HEADER_BYTES
 from shared.model.substitution.experts_on_gpu import GroupedExperts
 from shared.model.substitution.invariant import make_invariant
-from shared.model.weights.groups import scheme_of
 from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.on_device import BlocksLinear, TakenBlocks
-from shared.model.weights.reading import CheckpointFiles, replaced, safetensors_replacements
+from shared.model.weights.reading import CheckpointFiles, replaced, safetensors_replacements, scheme_of
 from tests.paged import make_runner
 from tests.quantised_folders import AWQ, GPTQ, save_folder
 from tests.shared.ops.interpreted import launched

@@ -111,37 +111,6 @@ def test_weights_that_transformers_dequantises_are_named(tmp_path: Path) -> None
     assert _logits(loaded).isfinite().all()
 
 
-FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-def test_gpt_oss_is_served_in_16_bits_without_code_from_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its experts are in MXFP4: 4 bits of float, and an exponent for 32 of them."""
-    own = build_family("gpt-oss-sliding", intermediate_size=64)
-    own.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        count, columns, rows = tensors.pop(name).shape
-        codes = torch.randint(16, (count, rows, columns // 32, 32))
-        exponents = torch.randint(120, 128, (count, rows, columns // 32))
-        numbers = torch.where(codes < 8, 1.0, -1.0) * FP4[codes % 8] * torch.exp2(exponents - 127.0)[..., None]
-        own.get_parameter(name).data = numbers.flatten(2).transpose(1, 2).contiguous()
-        tensors[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).byte()
-        tensors[f"{name}_scales"] = exponents.byte()
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("transformers.quantizers.quantizer_mxfp4.is_accelerate_available", lambda: False)
-    loaded, events = _load(tmp_path)
-    assert any(event.startswith("quantised weights were dequantised") for event in events)
-    assert loaded.acceleration is not None
-    assert loaded.acceleration.experts == loaded.num_layers
-    ids = torch.arange(9)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(_logits(loaded), own(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
-
-
 def test_a_folder_of_torchao_asks_for_its_package_or_another_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
