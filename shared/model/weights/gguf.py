@@ -29,6 +29,7 @@ from transformers import modeling_gguf_pytorch_utils as checkpoints
 from shared.errors import NeapError, UnsupportedModel
 from shared.model.remembered.facts import Facts
 from shared.model.weights.files import parts_of
+from shared.model.weights.gguf_experts import GptOssProcessor, InTurn
 from shared.model.weights.gguf_config import complete_config, stated_sampling
 from shared.model.weights.gguf_file import Field, GgufContents, GgufTensor, read_contents
 from shared.model.weights.gguf_rope import TENSORS as ROPE_TENSORS
@@ -44,6 +45,7 @@ try:
 except ImportError:  # an older version of transformers
     header_reader = None
 
+checkpoints.TENSOR_PROCESSORS.setdefault("gpt-oss", GptOssProcessor)
 # Modules of older versions that have `load_gguf_checkpoint` from their import on.
 _CALLERS = ("configuration_utils", "tokenization_utils_tokenizers", "models.auto.tokenization_auto")
 # Transformers' own.
@@ -147,6 +149,7 @@ class GgufModel:
             entry.name
             for entry in self.contents.tensors
             if len(entry.shape) in (2, 3) and (entry.kind in PLAIN_KINDS or entry.kind.name in BLOCK_KINDS)
+            and not entry.name.endswith(".bias")  # of experts
         )
 
     @functools.cached_property
@@ -156,6 +159,8 @@ class GgufModel:
         parsed = self._run(return_tensors=False)
         config: dict[str, Any] = parsed["config"]
         complete_config(config, self.contents)
+        if self.contents.architecture == "gpt-oss":  # what transformers makes of it lacks what all files leave out
+            config.pop("rope_scaling", None)
         if config.keys().isdisjoint(("rope_scaling", "rope_parameters")):
             scaling = rope_scaling(self.contents, self._weights)
             config |= {"rope_scaling": scaling} if scaling else {}
@@ -191,7 +196,8 @@ class GgufModel:
                 elif torch_dtype is not None:
                     tensors[name] = tensor.to(torch_dtype)
             # What transformers does not use does not come out at all.
-            if not any(map(_may_be_counting_numbers, tensors.values())):
+            is_lost = any("_exps." in name for name in unmoved)  # a part of a parameter whose other part has no counts
+            if not is_lost and not any(map(_may_be_counting_numbers, tensors.values())):
                 return parsed
             if not unmoved:  # a real tensor with two rows
                 return parsed
@@ -240,10 +246,17 @@ class GgufModel:
         return self._entries[max((first, name) for name, first in self._first_rows.items() if first <= row)[1]]
 
     def _stacked(self, numbers: Tensor) -> tuple[Stored, set[str]] | None:
-        """The parameter of several matrices that a processor made, of which `numbers` [E, R, 2] are left, and the names
-        of the file's tensors that it holds. None if it did more than put them one below the other."""
+        """The parameter of several matrices that a processor made, of which `numbers` [E, R, 2] are left, [E, 2, R] if
+        they are turned, and the names of the file's tensors that it holds. None if it did more than put their rows one
+        below the other, or those of two in turn."""
+        is_turned = numbers.shape[2] != 2
+        rest = numbers.transpose(1, 2) if is_turned else numbers
+        if rest.shape[2] != 2:
+            return None
+        is_in_turn = rest.shape[1] > 1 and int(rest[0, 1, 0] - rest[0, 0, 0]) != 2
+        if is_in_turn:
+            rest = torch.cat([rest[:, 0::2], rest[:, 1::2]], 1)
         entries: list[GgufTensor] = []
-        rest = numbers
         while rest.numel():
             entry = self._entry_of(rest[:1, :1])
             own = torch.from_numpy(self._counted(entry))
@@ -251,12 +264,24 @@ class GgufModel:
                 return None
             entries.append(entry)
             rest = rest[:, own.shape[1] :]
+        if is_in_turn and len(entries) != 2:
+            return None
         if (
             len({entry.kind in PLAIN_KINDS and entry.kind for entry in entries}) > 1
         ):  # they would be rounded differently
             return None
-        experts = [[self._stored(entry, None, False, expert) for entry in entries] for expert in range(len(numbers))]
-        return Stacked([parts[0] if len(parts) == 1 else Joined(parts) for parts in experts]), {e.name for e in entries}
+        names, experts = {entry.name for entry in entries}, list[Stored]()
+        for expert in range(len(numbers)):
+            parts = [self._stored(entry, None, is_turned, expert) for entry in entries]
+            if is_in_turn:
+                own = InTurn(parts, f"{'+'.join(sorted(names))}:{expert}", self._checkpoint.matrices)
+                if not own.is_one:
+                    why = "gate and up, whose rows are in turn, differ in format"
+                    self._checkpoint.dequantised |= dict.fromkeys(names, why)
+                experts.append(own)
+            else:
+                experts.append(parts[0] if len(parts) == 1 else Joined(parts))
+        return Stacked(experts), names
 
     def _moved(self, numbers: Tensor) -> tuple[Stored, set[str]] | None:
         """The parameter that a processor made of a matrix, of which `numbers` are left, and the matrix' name in the

@@ -65,7 +65,9 @@ def rope_scaling(contents: GgufContents, numbers: Numbers) -> dict[str, Any] | N
             raise _unknown(f"it has both {FREQUENCIES} and scaling of type {name}")
         return _llama3(contents, numbers(FREQUENCIES))
     if name in ("linear", "yarn"):
-        return {"rope_type": name, **scaling}
+        # The original model's bounds are no whole numbers. Files do not say so, and llama.cpp rounds them.
+        exact = {"truncate": False} if contents.architecture == "gpt-oss" and name == "yarn" else {}
+        return {"rope_type": name, **scaling, **exact}
     if name != "none":
         raise _unknown(f"its scaling is of type {name}")
     return None

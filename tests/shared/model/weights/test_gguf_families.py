@@ -1,5 +1,6 @@
 """A model that is written as llama.cpp's converter writes it, and read here, gives the same logits."""
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -18,8 +19,13 @@ from tokenizers import pre_tokenizers
 from transformers import modeling_gguf_pytorch_utils as checkpoints
 
 from shared.errors import Corrupt, NotFound, UnsupportedModel
-from shared.model.load import load_model
+from shared.model.load import _build, load_model
 from shared.model.remembered.key import files_of
+from shared.model.source import arguments_of
+from shared.model.weights.gguf import GgufReaders
+from shared.model.weights.lazy import realise
+from shared.model.weights.on_device import TakenBlocks
+from shared.model.weights.reading import CheckpointFiles, replaced
 from shared.model.weights.stored import Stacked
 from tests.gguf_files import write_llama
 from tests.reasons import raises
@@ -88,16 +94,27 @@ def write(
     with patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)):
         names = checkpoints.get_gguf_hf_weights_map(model, checkpoints.TensorProcessor())
     for name, parameter in names.items():
-        if parameter in state:
+        if parameter in state and name.endswith((".weight", ".bias")):
             one = architecture in ADDS_ONE and "norm" in name and name.endswith("weight")
             transposed = architecture == "gpt2" and state[parameter].dim() > 1 and name.startswith("blk.")
             weights = state[parameter].T.contiguous() if transposed else state[parameter]
             writer.add_tensor(name, (weights + one).numpy().astype(np.float32))
     for name, weights in state.items():
-        if name.endswith("mlp.experts.gate_up_proj"):
-            layer, inner = name.split(".")[2], weights.shape[1] // 2
+        layer = name.split(".")[2] if ".layers." in name else ""
+        if name.endswith("self_attn.sinks"):
+            writer.add_tensor(f"blk.{layer}.attn_sinks.weight", weights.numpy())
+        if name.endswith("mlp.experts.gate_up_proj_bias"):
             down = state[name.replace("gate_up", "down")]
-            parts = ("gate", weights[:, :inner]), ("up", weights[:, inner:]), ("down", down)
+            for part, biases in ("gate", weights[:, 0::2]), ("up", weights[:, 1::2]), ("down", down):
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.bias", biases.contiguous().numpy())
+        if name.endswith("mlp.experts.gate_up_proj"):
+            down = state[name.replace("gate_up", "down")]
+            if architecture == "gpt-oss":  # turned, and gate and up in turn
+                weights, down = weights.transpose(1, 2), down.transpose(1, 2)
+                halves = weights[:, 0::2], weights[:, 1::2]
+            else:
+                halves = weights.chunk(2, 1)
+            parts = ("gate", halves[0]), ("up", halves[1]), ("down", down)
             for (part, matrices), kind in zip(parts, of_experts, strict=True):
                 numbers = gguf.quantize(matrices.contiguous().numpy(), kind)
                 matrices.copy_(torch.from_numpy(gguf.dequantize(numbers, kind)))
@@ -143,6 +160,17 @@ def experts(writer: GGUFWriter, head: int = 8) -> None:
     writer.add_expert_count(4)
     writer.add_expert_used_count(2)
     writer.add_expert_feed_forward_length(32)
+
+
+def gpt_oss(writer: GGUFWriter) -> None:
+    experts(writer, 16)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_expert_feed_forward_length(48)
+    writer.add_rope_freq_base(1e4)
+    writer.add_sliding_window(5)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(32)
 
 
 CASES: dict[str, tuple[str, hf.PreTrainedConfig, Metadata]] = {
@@ -209,6 +237,14 @@ CASES: dict[str, tuple[str, hf.PreTrainedConfig, Metadata]] = {
         }),
         lambda w: gemma(w, 1e6),
     ),
+    "gpt-oss": (
+        "gpt-oss",
+        hf.GptOssConfig(**BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+            "truncate": False,
+        }),
+        lambda w: gpt_oss(w),
+    ),
     "gpt2": (
         "gpt2",
         hf.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=256),
@@ -229,6 +265,51 @@ def test_the_logits_are_those_of_the_model_that_was_written(tmp_path: Path, name
     expected: Any = model
     with torch.inference_mode():
         torch.testing.assert_close(loaded.model(ids).logits, expected(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
+def test_gate_is_read_beside_an_up_that_no_kernel_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Both are halves of one parameter."""
+    monkeypatch.setattr("shared.model.weights.gguf.BLOCK_KINDS", frozenset({"Q8_0"}))
+    architecture, config, add_more = CASES[name]
+    model: Any = write(tmp_path / "tiny.gguf", architecture, config, add_more, (Kind.Q8_0, Kind.Q4_0, Kind.F32))
+    ids = torch.randint(300, (1, 24), generator=torch.Generator().manual_seed(1))
+    loaded = load_model(tmp_path / "tiny.gguf", accelerate=False)
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kinds", [(Kind.MXFP4,) * 3, (Kind.Q8_0, Kind.Q5_0, Kind.MXFP4)])
+def test_gate_and_up_of_gpt_oss_stay_in_the_format_of_the_file(kinds: tuple[Kind, Kind, Kind], tmp_path: Path) -> None:
+    architecture, _, add_more = CASES["gpt-oss"]
+    config = copy.deepcopy(CASES["gpt-oss"][1])
+    config.intermediate_size = 64
+
+    def more(writer: GGUFWriter) -> None:
+        add_more(writer)
+        writer.add_expert_feed_forward_length(64)
+
+    model: Any = write(tmp_path / "tiny.gguf", architecture, config, more, kinds)
+    loaded = load_model(tmp_path / "tiny.gguf", compute_dtype=torch.float32)
+    ids = torch.randint(300, (1, 24), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
+    assert loaded.acceleration is not None
+    assert loaded.acceleration.experts == 2
+    assert loaded.acceleration.formats["MXFP4"] == (4 if kinds[0] == kinds[1] else 2)
+    assert loaded.acceleration.formats["float32"] == (12 if kinds[0] == kinds[1] else 14)
+    with CheckpointFiles(None) as checkpoint, replaced(GgufReaders(checkpoint).replacements):
+        held: Any = _build(arguments_of(tmp_path / "tiny.gguf"), torch.float32)
+        taken = TakenBlocks(held)
+        realise(held)
+        taken.round_others(torch.float32)
+        taken.place(torch.device("cpu"))
+    kept = {name for name, _ in held.named_buffers() if name.endswith("_low")}
+    assert len(kept) == (4 if kinds[0] == kinds[1] else 2)
+    with torch.inference_mode():
+        torch.testing.assert_close(held(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("accelerate", [False, True])
