@@ -9,6 +9,7 @@ numbers stay finite, and every matrix has the format that llama.cpp's Q4_K_M giv
 --tokenizer, cut or filled up to the model's size. What such a model writes means nothing.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class Shape:
 
 GEMMA3: dict[str, Any] = {"window": 512, "has_qk_norm": True, "has_added_norms": True, "is_tied": True}
 MOE: dict[str, Any] = {"has_qk_norm": True, "num_experts": 128, "experts_per_token": 8}
+GPT_OSS: dict[str, Any] = {"num_experts": 32, "experts_per_token": 4, "window": 128}
 SHAPES = {
     # DeepSeek-R1-Distill-Llama-8B, which is Llama 3.1 8B.
     "llama-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, llama3_factor=8.0),
@@ -81,6 +83,10 @@ SHAPES = {
     "gpt2": Shape("gpt2", 12, 768, 3072, 12, 12, 64, 50257, 1024, 0.0, is_tied=True),
     # Five of the 48 layers of Qwen3-30B-A3B.
     "qwen3-moe": Shape("qwen3moe", 5, 2048, 768, 32, 4, 128, 151936, 40960, 1000000.0, **MOE),
+    # As ggml-org publishes it: experts in MXFP4, and all other matrices in Q8_0.
+    "gpt-oss-20b": Shape("gpt-oss", 24, 2880, 2880, 64, 8, 64, 201088, 131072, 150000.0, **GPT_OSS),
+    # Four of its layers, with a smaller vocabulary.
+    "gpt-oss-mini": Shape("gpt-oss", 4, 2880, 2880, 64, 8, 64, 49152, 131072, 150000.0, **GPT_OSS),
     "qwen3-8b": Shape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1000000.0, has_qk_norm=True),
 }
 
@@ -110,14 +116,17 @@ Tensor = tuple[str, tuple[int, ...], Kind]
 def tensors(shape: Shape, plain: Kind | None) -> Iterator[Tensor]:
     """All of the file. `plain`: the format of all matrices; None: those of Q4_K_M."""
 
+    is_gpt_oss = shape.architecture == "gpt-oss"
+
     def matrix(name: str, rows: int, columns: int, kind: Kind = Kind.Q4_K) -> Tensor:
-        return f"{name}.weight", (rows, columns), plain or (NARROW[kind] if columns % 256 else kind)
+        usual = Kind.Q8_0 if is_gpt_oss else NARROW[kind] if columns % 256 else kind
+        return f"{name}.weight", (rows, columns), plain or usual
 
     def norm(name: str, size: int = shape.width) -> Tensor:
         return f"{name}.weight", (size,), Kind.F32
 
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    has_biases = shape.architecture == "gpt2"
+    has_biases, mlp_norm = shape.architecture == "gpt2", "post_attention_norm" if is_gpt_oss else "ffn_norm"
     yield matrix("token_embd", shape.vocabulary, shape.width, Kind.Q6_K if shape.is_tied else Kind.Q4_K)
     if not shape.is_tied:
         yield matrix("output", shape.vocabulary, shape.width, Kind.Q6_K)
@@ -133,7 +142,7 @@ def tensors(shape: Shape, plain: Kind | None) -> Iterator[Tensor]:
         more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
         block, precise = f"blk.{layer}.", Kind.Q6_K if more else Kind.Q4_K
         yield norm(f"{block}attn_norm")
-        yield norm(f"{block}ffn_norm")
+        yield norm(f"{block}{mlp_norm}")
         if shape.has_qk_norm:
             yield norm(f"{block}attn_q_norm", shape.head_dim)
             yield norm(f"{block}attn_k_norm", shape.head_dim)
@@ -154,7 +163,17 @@ def tensors(shape: Shape, plain: Kind | None) -> Iterator[Tensor]:
         mlp.append(matrix(f"{block}ffn_down", shape.width, shape.inner, precise))
         if shape.num_experts:
             yield f"{block}ffn_gate_inp.weight", (shape.num_experts, shape.width), Kind.F32
-            mlp = [(name.replace(".weight", "_exps.weight"), (shape.num_experts, *s), kind) for name, s, kind in mlp]
+            own = plain or Kind.MXFP4
+            mlp = [
+                (name.replace(".weight", "_exps.weight"), (shape.num_experts, *s), own if is_gpt_oss else kind)
+                for name, s, kind in mlp
+            ]
+        if is_gpt_oss:
+            sizes = {"attn_q": queries, "attn_k": keys, "attn_v": keys, "attn_output": shape.width}
+            sizes |= {"ffn_gate_inp": shape.num_experts}
+            yield from ((f"{block}{name}.bias", (size,), Kind.F32) for name, size in sizes.items())
+            yield f"{block}attn_sinks.weight", (shape.num_heads,), Kind.F32
+            yield from ((name.replace("weight", "bias"), size[:2], Kind.F32) for name, size, _ in mlp)
         yield from mlp
 
 
@@ -166,15 +185,19 @@ def numbers(shape: Shape, tensor: Tensor, generator: np.random.Generator) -> np.
     if len(size) == 1:
         return np.full(size, not name.endswith(".bias"), np.float32)
     *rows, columns = size
+    if name.endswith(".bias"):
+        return np.zeros(size, np.float32)
     if kind is Kind.F32:
         return generator.standard_normal(size, np.float32) / np.float32(columns**0.5)
     per_block, block_bytes = GGML_QUANT_SIZES[kind]
-    if kind not in SCALES:
+    if kind not in SCALES and kind is not Kind.MXFP4:
         weights = generator.standard_normal(size, np.float32) / np.float32(columns**0.5)
         quantised: np.ndarray = gguf.quantize(weights, kind)
         return quantised
     blocks = generator.integers(0, 256, (np.prod(size) // per_block, block_bytes), np.uint8)
-    for place, scale in SCALES[kind]:
+    if kind is Kind.MXFP4:  # an exponent for floats whose deviation is 2.9
+        blocks[:, 0] = 127 + round(math.log2(1 / (2.9 * columns**0.5)))
+    for place, scale in SCALES.get(kind, ()):
         blocks[:, place : place + 2] = np.frombuffer(np.float16(scale / columns**0.5).tobytes(), np.uint8)
     return blocks.reshape(*rows, -1)
 
@@ -214,6 +237,10 @@ def write(shape: Shape, target: Path, tokenizer: Path, plain: Kind | None) -> No
         writer.add_layer_norm_eps(NORM)
     if shape.window:
         writer.add_sliding_window(shape.window)
+    if shape.architecture == "gpt-oss":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(32.0)
+        writer.add_rope_scaling_orig_ctx_len(4096)
     if shape.num_experts:
         writer.add_expert_count(shape.num_experts)
         writer.add_expert_used_count(shape.experts_per_token)
