@@ -30,6 +30,7 @@ CASES = {
     "blocks of 32 in pieces": (70, 1056, "Q4_1", 90, HALF),
     "a tile of several forms": (20, 96, "Q8_0", 75, SINGLE),
     "five bits": (20, 544, "Q5_0", 90, HALF),
+    "floats of 4 bits": (20, 544, "MXFP4", 90, HALF),
     "six bits in pieces": (20, 2048, "Q6_K", 90, SINGLE),
     **{kind: (20, 512, kind, 90, HALF) for kind in ("Q4_0", "Q5_1", "Q4_K", "Q5_K")},
     "a zero for 32": (20, 96, "W4_32", 90, HALF),

@@ -85,7 +85,7 @@ def test_products_of_experts_are_compiled_for_gpus_that_are_not_here(
 COMPILED = [
     (capability, kind)
     for capability in SHARED
-    for kind in ("", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "W4_64", "W4_128")
+    for kind in ("", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "W4_64", "W4_128", "MXFP4")
     if capability in (80, 90) or kind in ("", "Q5_0", "Q4_K", "Q6_K", "W4_128")
 ]
 
