@@ -65,7 +65,7 @@ void write_slots(const Tensor& fresh, int64_t from, int64_t count, const Tensor&
 }  // namespace
 
 Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal,
-                            double scaling, std::optional<double> softcap) {
+                            double scaling, std::optional<double> softcap, std::optional<Tensor> sinks) {
   const char* op = "contiguous_attention";
   check_float(op, "q", q, 4);
   const Dtype kv_dtype = check_kv(op, k, v);
@@ -82,10 +82,12 @@ Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std
              ": the last dimension of k and v must be contiguous");
   NEAP_CHECK(!softcap || *softcap > 0, op, ": softcap must be positive");
   if (mask) check_mask(op, *mask, batch, queries, kv_length);
+  if (sinks) check_vector(op, "sinks", *sinks, heads);
   Tensor out = empty({batch, queries, heads, v.size(3)});
   if (out.numel() == 0) return out;
-  const AttentionArgs args = attention_args(queries_of(q, 0, queries, mutable_floats(out)), k, v, kv_dtype, kv_length,
-                                            mask ? &*mask : nullptr, causal, scaling, softcap);
+  const AttentionArgs args =
+      attention_args(queries_of(q, 0, queries, mutable_floats(out)), k, v, kv_dtype, kv_length, mask ? &*mask : nullptr,
+                     causal, scaling, softcap, sinks ? floats(*sinks) : nullptr);
   if (keeps_threads_busy(num_items(args), num_blocks(args), torch::stable::get_num_threads())) attend_together({args});
   else attend_split(args);
   return out;
@@ -93,7 +95,7 @@ Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std
 
 Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
                                    std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks,
-                                   double scaling, std::optional<double> softcap) {
+                                   double scaling, std::optional<double> softcap, std::optional<Tensor> sinks) {
   const char* op = "ragged_contiguous_attention";
   check_float(op, "q", q, 4);
   check_float(op, "k", k, 4);
@@ -122,6 +124,7 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
   NEAP_CHECK(covered == tokens, op, ": the counts sum to ", covered, " tokens, but q has ", tokens);
   for (size_t s = 0; s < sequences; ++s)
     if (masks[s].numel() > 0) check_mask(op, masks[s], 1, counts[s], bases[s] + counts[s]);
+  if (sinks) check_vector(op, "sinks", *sinks, heads);
 
   const int64_t value_width = v.size(3);
   Tensor out = empty({1, tokens, heads, value_width});
@@ -134,7 +137,8 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
     const bool masked = masks[s].numel() > 0;
     const Queries queries = queries_of(q, from, counts[s], mutable_floats(out) + from * heads * value_width);
     problems.push_back(attention_args(queries, keys[s], values[s], kv_dtypes[s], bases[s] + counts[s],
-                                      masked ? &masks[s] : nullptr, !masked, scaling, softcap));
+                                      masked ? &masks[s] : nullptr, !masked, scaling, softcap,
+                                      sinks ? floats(*sinks) : nullptr));
     from += counts[s];
     items += num_items(problems.back());
     blocks = std::max(blocks, num_blocks(problems.back()));

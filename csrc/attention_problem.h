@@ -35,15 +35,18 @@ struct Queries {
 };
 
 // Attention over a cache. `k` and `v` [B, Hkv, >= keys, D] of one dtype; the first `keys` slots are attended over.
+// `sinks` [Hq] or null.
 template <class T>
 AttentionArgs attention_args(const Queries& queries, const T& k, const T& v, Dtype kv_dtype, int64_t keys,
-                             const Tensor* mask, bool causal, double scaling, const std::optional<double>& softcap) {
+                             const Tensor* mask, bool causal, double scaling, const std::optional<double>& softcap,
+                             const float* sinks = nullptr) {
   return {
       .q = queries.first,
       .k = k.const_data_ptr(),
       .v = v.const_data_ptr(),
       .kv_dtype = kv_dtype,
       .mask = mask ? static_cast<const uint8_t*>(mask->const_data_ptr()) : nullptr,
+      .sinks = sinks,
       .out = queries.out,
       .batch = queries.batch,
       .heads = queries.heads,

@@ -182,10 +182,11 @@ STABLE_TORCH_LIBRARY(neap, m) {
   m.def("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def(
       "contiguous_attention(Tensor q, Tensor k, Tensor v, SymInt kv_length, Tensor? mask, bool causal, float scaling, "
-      "float? softcap=None) -> Tensor");
+      "float? softcap=None, Tensor? sinks=None) -> Tensor");
   m.def(
       "ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, "
-      "SymInt[] bases, SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> Tensor");
+      "SymInt[] bases, SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None, Tensor? sinks=None) -> "
+      "Tensor");
   m.def(
       "decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases, Tensor(a!)[] keys, "
       "Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt[] stops, "

@@ -136,10 +136,10 @@ class Arena {
 
 // attention.cpp
 Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal,
-                            double scaling, std::optional<double> softcap);
+                            double scaling, std::optional<double> softcap, std::optional<Tensor> sinks);
 Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
                                    std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks,
-                                   double scaling, std::optional<double> softcap);
+                                   double scaling, std::optional<double> softcap, std::optional<Tensor> sinks);
 
 // decoder_layers.cpp
 Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases,

@@ -33,12 +33,24 @@ inline void join_row(int64_t width, const float* block, float block_max, float b
   *total_max = largest;
 }
 
+// What a row's sum of values is multiplied by at the end. The sink joins here, when all keys have, so that it changes
+// no sum of a block.
+inline float inverse_sum(float total_max, float total_sum, const float* sink) {
+  float keep = 1.f;
+  if (sink && total_max != kMinusInfinity) {
+    const float largest = *sink > total_max ? *sink : total_max;
+    keep = exp(splat(total_max - largest))[0];
+    total_sum = total_sum * keep + exp(splat(*sink - largest))[0];
+  }
+  // 0 stays 0, and NaN is passed on.
+  return total_sum > 0.f ? keep / total_sum : total_sum;
+}
+
 inline void finish_rows(const AttentionArgs& a, const QueryTile& t, const Scratch& s) {
   for (int64_t row = 0; row < t.rows; ++row) {
     const int64_t head = t.kv_head * t.group + row % t.group, query = t.query + row / t.group;
     float* out = a.out + ((t.batch * a.queries + query) * a.heads + head) * a.value_width;
-    // 0 stays 0, and NaN is passed on.
-    const float inverse = s.total_sum[row] > 0.f ? 1.f / s.total_sum[row] : s.total_sum[row];
+    const float inverse = inverse_sum(s.total_max[row], s.total_sum[row], a.sinks ? a.sinks + head : nullptr);
     const float* total = s.total + row * padded_width(a);
     for (int64_t i = 0; i < a.value_width; ++i) out[i] = total[i] * inverse;
   }

@@ -78,6 +78,7 @@ struct AttentionArgs {
   const void *k, *v;  // numbers of `kv_dtype`, read as float32 in registers
   Dtype kv_dtype;
   const uint8_t* mask;  // bool [batch or 1, 1, queries, keys] or null
+  const float* sinks;   // [heads] or null: of each, the score of a key without a value, which every query sees
   float* out;           // [batch, queries, heads, value_width] contiguous
   float* partials;      // per key block and row: maximum, sum and values (see attention.h); null unless keys are split
   int64_t batch, heads, kv_heads, queries, keys, width, value_width;

@@ -207,18 +207,20 @@ def contiguous_attention(
     causal: bool = True,
     scaling: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of q over the first `kv_length` positions of a contiguous KV cache -> [B, Q, Hq, Dv] contiguous.
 
     q [B, Hq, Q, D] float32 of any strides; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] float32, float16 or bfloat16 with a
     contiguous last dimension. 16-bit numbers are dequantised in registers: the bits are those of the same numbers in
     float32. `mask` [B or 1, 1, Q, kv_length] bool: True where a query sees the position. With `causal`, query j sees
-    positions up to `kv_length - Q + j`. Both may be given. `scaling` defaults to D ** -0.5. The result of a query that
-    sees no position is 0. Hidden positions must hold finite numbers, too.
+    positions up to `kv_length - Q + j`. Both may be given. `scaling` defaults to D ** -0.5. `sinks` [Hq] float32
+    contiguous: for each head, the score of a further key that every query sees, and whose value is 0. The result of a
+    query that sees no position is 0. Hidden positions must hold finite numbers, too.
     """
-    begin_call(q, k, v)
+    begin_call(q, k, v, sinks)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out: Tensor = torch.ops.neap.contiguous_attention.default(q, k, v, kv_length, mask, causal, scale, softcap)
+    out: Tensor = torch.ops.neap.contiguous_attention.default(q, k, v, kv_length, mask, causal, scale, softcap, sinks)
     return out
 
 
@@ -233,6 +235,7 @@ def ragged_contiguous_attention(
     masks: Sequence[Tensor],
     scaling: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a ragged batch over contiguous KV caches: q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] ->
     [1, T, Hq, Dv].
@@ -240,13 +243,13 @@ def ragged_contiguous_attention(
     Sequence s has the next `counts[s]` of the T tokens, at positions from `bases[s]` on. Its new keys and values are
     written there in `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv], rounded to their dtype: float32, float16
     or bfloat16. Then its queries attend over its positions [0, bases[s] + counts[s]): causally if `masks[s]` is empty,
-    else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]] bool is True. The result is contiguous, and has the
-    same bits as `contiguous_attention` per sequence.
+    else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]] bool is True. `sinks` as in `contiguous_attention`,
+    whose bits per sequence the result has. It is contiguous.
     """
-    begin_call(q, k, v)
+    begin_call(q, k, v, sinks)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = torch.ops.neap.ragged_contiguous_attention.default(
-        q, k, v, keys, values, bases, counts, masks, scale, softcap
+        q, k, v, keys, values, bases, counts, masks, scale, softcap, sinks
     )
     return out
 

@@ -67,6 +67,7 @@ def contiguous_attention(
     causal: bool = True,
     scaling: float = 1.0,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over the first `kv_length` positions -> [B, Q, Hq, Dv]. The result of a query that sees no key is 0."""
     group = q.shape[1] // k.shape[1]
@@ -81,7 +82,10 @@ def contiguous_attention(
         visible = visible.tril(kv_length - queries)
     if mask is not None:
         visible = visible & mask
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., :kv_length]
     return (weights @ values.float()).to(q.dtype).transpose(1, 2).contiguous()
 
 
@@ -96,6 +100,7 @@ def ragged_contiguous_attention(
     masks: Sequence[Tensor],
     scaling: float = 1.0,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Writes the new keys and values of all sequences to their tensors, then attends over them. -> [1, T, Hq, Dv]."""
     parts = [part.split_with_sizes(list(counts), 2) for part in (q, k, v)]
@@ -104,7 +109,7 @@ def ragged_contiguous_attention(
         end, plain = base + queries.shape[2], mask.numel() == 0
         key[:, :, base:end], value[:, :, base:end] = new_k, new_v
         seen = None if plain else mask
-        out.append(contiguous_attention(queries, key, value, end, seen, plain, scaling, softcap))
+        out.append(contiguous_attention(queries, key, value, end, seen, plain, scaling, softcap, sinks))
     return torch.cat(out, 1)
 
 

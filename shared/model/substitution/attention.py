@@ -19,7 +19,7 @@ from shared.model.substitution.ragged import RaggedMask, RaggedOffset, RaggedSta
 NAME = "neap"
 
 # Arguments that would change the result and are not implemented. A value other than None is refused.
-_REFUSED = ("s_aux", "position_bias", "head_mask", "cache")
+_REFUSED = ("position_bias", "head_mask", "cache")
 
 
 def attention_mask(
@@ -125,24 +125,28 @@ def attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, Hq, Q, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] -> ([B, Q, Hq, Dv], None).
+    """query [B, Hq, Q, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] -> ([B, Q, Hq, Dv], None). `s_aux` [Hq]: sinks.
 
-    Raises `NotImplementedError` for attention sinks, biases, dropout and requests for the weights.
+    Raises `NotImplementedError` for biases, dropout and requests for the weights.
     """
     refuse_unsupported(NAME, dropout, kwargs)
+    sinks = None if s_aux is None else s_aux.float()
     if isinstance(key, RaggedStates) or isinstance(value, RaggedStates):
         assert isinstance(key, RaggedStates)
         assert isinstance(value, RaggedStates)
-        return _ragged_attention(query, key, value, attention_mask, scaling, softcap), None
+        return _ragged_attention(query, key, value, attention_mask, scaling, softcap, sinks), None
     assert not isinstance(attention_mask, RaggedMask)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     else:
         causal, attention_mask = False, _as_bool(attention_mask)
     key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
-    out = ops.contiguous_attention(query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap)
+    out = ops.contiguous_attention(
+        query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap, sinks
+    )
     return out, None
 
 
@@ -157,6 +161,7 @@ def _ragged_attention(
     mask: Tensor | RaggedMask | None,
     scaling: float | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     if not isinstance(mask, RaggedMask):
         raise NotImplementedError("attention 'neap' needs a mask that it made itself")
@@ -171,6 +176,7 @@ def _ragged_attention(
         mask.masks,
         scaling,
         softcap,
+        sinks,
     )
 
 

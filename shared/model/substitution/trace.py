@@ -146,7 +146,7 @@ def _frozen(argument: Any) -> Any:
 
 
 def watch(layer: nn.Module, substitutes: Mapping[nn.Module, Substitute], call: Call) -> Trace:
-    """What `layer` runs in `call`. Raises `Unsuitable` if the layer returns a tuple."""
+    """What `layer` runs in `call`. Raises `Unsuitable` if the layer returns a tuple or attends with sinks."""
     args, kwargs = call
     state, inside = args[0] if args else kwargs["hidden_states"], set(layer.modules())
     trace = Trace(state, kwargs.get("position_ids"))
@@ -162,6 +162,8 @@ def watch(layer: nn.Module, substitutes: Mapping[nn.Module, Substitute], call: C
 
     def see(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> None:
         if module in inside:
+            if kwargs.get("s_aux") is not None:
+                raise Unsuitable("its attention has sinks")
             scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
             scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
             sizes = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])

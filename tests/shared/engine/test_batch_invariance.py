@@ -35,6 +35,7 @@ FAMILIES = {
     "mistral-sliding": (torch.bfloat16, torch.float32),
     "gpt2": (torch.float16, torch.float32),
     "gemma3-sliding": (torch.float32, torch.float32),
+    "gpt-oss-sliding": (torch.bfloat16, torch.float32),
 }
 SCHEDULES_PER_FAMILY = 30
 DEPTH = 2

@@ -22,7 +22,6 @@ PATHS = ("avx512", "avx2", "portable", "neon")
 VARIANT = {
     "falcon-alibi": "AttentionInterface",
     "llama4": "stores several matrices",
-    "gpt-oss-sliding": "does not support s_aux",
 }
 
 

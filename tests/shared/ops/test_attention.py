@@ -14,6 +14,9 @@ DRAWN = settings(max_examples=50, suppress_health_check=[HealthCheck.function_sc
 KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
+SINKS = st.sampled_from([None, -3.0, 0.0, 4.0])  # beside scores of about 1
+
+
 def _cache_views(batch: int, heads: int, slots: int, width: int) -> Tensor:
     """A view [B, H, slots, D] of a larger buffer, as a preallocated cache returns."""
     return torch.randn(batch, heads, slots + 7, width)[:, :, :slots]
@@ -29,6 +32,7 @@ def problems(draw: st.DrawFn) -> dict:
         "batch": draw(st.integers(1, 2)),
         "heads": kv_heads * group,
         "kv_heads": kv_heads,
+        "group": group,
         "queries": min(queries, 20) if group == 60 else queries,
         "keys": keys,
         "width": draw(st.sampled_from([1, 3, 8, 16, 24, 64, 260])),
@@ -36,7 +40,12 @@ def problems(draw: st.DrawFn) -> dict:
         "softcap": draw(st.sampled_from([None, 2.0])),
         "masked": draw(st.sampled_from(["no", "per row", "shared"])),
         "causal": draw(st.booleans()),
+        "sinks": draw(SINKS),
     }
+
+
+def _sinks(p: dict) -> Tensor | None:
+    return None if p["sinks"] is None else p["sinks"] + torch.randn(p["kv_heads"] * p["group"])
 
 
 def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -55,9 +64,9 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 @given(p=problems())
 def test_agrees_with_its_reference(isa: str, p: dict) -> None:
     q, k, v, mask = _inputs(p)
-    scale = p["width"] ** -0.5
-    out = ops.contiguous_attention(q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"])
-    wanted = reference.contiguous_attention(q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"])
+    options = (p["keys"], mask, p["causal"], p["width"] ** -0.5, p["softcap"], _sinks(p))
+    out = ops.contiguous_attention(q, k, v, *options)
+    wanted = reference.contiguous_attention(q, k, v, *options)
     torch.testing.assert_close(out, wanted, atol=2e-5, rtol=1e-4)
 
 
@@ -68,7 +77,7 @@ def test_16_bit_keys_and_values_give_the_bits_of_the_same_numbers_in_float32(
 ) -> None:
     q, k, v, mask = _inputs(p)
     k, v = k.to(kv_dtype), v.to(kv_dtype)
-    options = (p["keys"], mask, p["causal"], None, p["softcap"])
+    options = (p["keys"], mask, p["causal"], None, p["softcap"], _sinks(p))
     dequantised = ops.contiguous_attention(q, k.float(), v.float(), *options)
     assert torch.equal(ops.contiguous_attention(q, k, v, *options), dequantised)
 
@@ -95,21 +104,24 @@ def test_stored_keys_and_values_are_rounded_as_pytorch_rounds(isa: str, kv_dtype
 @given(p=problems())
 def test_a_query_has_the_same_bits_alone_over_a_shorter_view(isa: str, p: dict) -> None:
     q, k, v, mask = _inputs(p)
-    together = ops.contiguous_attention(q, k, v, p["keys"], mask, True, None, p["softcap"])
+    more = (None, p["softcap"], _sinks(p))
+    together = ops.contiguous_attention(q, k, v, p["keys"], mask, True, *more)
     for j in range(p["queries"]):
         end = max(0, p["keys"] - p["queries"] + j + 1)
         own = None if mask is None else mask[:, :, j : j + 1, :end]
-        alone = ops.contiguous_attention(q[:, :, j : j + 1], k, v, end, own, True, None, p["softcap"])
+        alone = ops.contiguous_attention(q[:, :, j : j + 1], k, v, end, own, True, *more)
         assert torch.equal(alone[:, 0], together[:, j])
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 900), (8, 300), (8, 3000), (200, 200)])
-def test_has_the_same_bits_for_any_number_of_threads(queries: int, keys: int) -> None:
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-4, 4, 9)], ids=["plain", "sinks"])
+def test_has_the_same_bits_for_any_number_of_threads(queries: int, keys: int, sinks: Tensor | None) -> None:
+    """Few queries of many keys are split over threads."""
     q, (k, v) = torch.randn(1, 9, queries, 64), torch.randn(2, 1, 3, keys, 64).unbind()
     results = []
     for count in (1, 2, 5):
         torch.set_num_threads(count)
-        results.append(ops.contiguous_attention(q, k, v, keys))
+        results.append(ops.contiguous_attention(q, k, v, keys, sinks=sinks))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -134,6 +146,32 @@ def test_a_row_that_sees_nothing_is_zero_and_large_scores_do_not_overflow() -> N
     torch.testing.assert_close(out[0, 1], torch.full((1, 8), 100.0))
 
 
+@pytest.mark.parametrize("keys", [5, 600])
+def test_a_sink_takes_its_share_whatever_it_is(isa: str, keys: int) -> None:
+    q, (k, v) = torch.randn(1, 6, 2, 8), torch.randn(2, 1, 2, keys, 8).unbind()
+    sinks = torch.tensor([float("-inf"), 1e30, float("nan"), -1e30, 150.0, 0.5])
+    out, plain = (ops.contiguous_attention(q, k, v, keys, sinks=each) for each in (sinks, None))
+    for head in (0, 3):
+        assert torch.equal(out[:, :, head], plain[:, :, head])
+    assert torch.equal(out[:, :, 1], torch.zeros(1, 2, 8))
+    assert out[:, :, 2].isnan().all()
+    assert out[:, :, 4].abs().max() < 1e-30
+    scores = (q[0, 5].double() @ k[0, 1].double().T / 8**0.5).masked_fill(
+        ~torch.ones(2, keys).tril(keys - 2).bool(), -1e9
+    )
+    shares = torch.cat([scores, torch.full((2, 1), 0.5)], 1).softmax(1)[:, :-1]
+    torch.testing.assert_close(out[0, :, 5].double(), shares @ v[0, 1].double(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sink", [float("-inf"), -5.0, 1e30, float("nan")])
+def test_beside_a_sink_too_a_row_that_sees_nothing_is_zero(sink: float) -> None:
+    q, (k, v) = torch.randn(1, 2, 3, 8), torch.randn(2, 1, 1, 600, 8).unbind()
+    nothing = torch.zeros(1, 1, 3, 600, dtype=torch.bool)
+    sinks = torch.full((2,), sink)
+    assert torch.equal(ops.contiguous_attention(q, k, v, 600, nothing, sinks=sinks), torch.zeros(1, 3, 2, 8))
+    assert torch.equal(ops.contiguous_attention(q, k, v, 0, sinks=sinks), torch.zeros(1, 3, 2, 8))
+
+
 def test_slots_past_the_view_are_never_read() -> None:
     k, v = torch.full((2, 1, 1, 40, 8), float("nan")).unbind()
     k[:, :, :20], v[:, :, :20] = torch.randn(2, 20, 8)
@@ -145,6 +183,14 @@ def test_empty_tensors() -> None:
     assert ops.contiguous_attention(torch.randn(1, 2, 0, 8), k, v, 4).shape == (1, 0, 2, 8)
     no_keys = ops.contiguous_attention(torch.randn(1, 2, 3, 8), k[:, :, :0], v[:, :, :0], 0)
     assert torch.equal(no_keys, torch.zeros(1, 3, 2, 8))
+
+
+WRONG_SINKS = [
+    ({"sinks": torch.zeros(2)}, r"sinks must be contiguous with shape \[4\], got \[2\]"),
+    ({"sinks": torch.zeros(8)[::2]}, "sinks must be contiguous"),
+    ({"sinks": torch.zeros(4, 1)}, "sinks has shape"),
+    ({"sinks": torch.zeros(4).bfloat16()}, "sinks must be float32"),
+]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +208,7 @@ def test_empty_tensors() -> None:
         ({"mask": torch.ones(1, 1, 2, 6)}, "mask must be a bool tensor"),
         ({"mask": torch.ones(1, 1, 2, 5, dtype=torch.bool)}, r"want \[1 or 1, 1, 2, 6\]"),
         ({"softcap": 0.0}, "softcap must be positive"),
+        *WRONG_SINKS,
     ],
 )
 def test_wrong_arguments_are_named(change: dict, message: str) -> None:
@@ -183,6 +230,7 @@ def ragged_problems(draw: st.DrawFn) -> dict:
         "value_width": draw(st.sampled_from([8, 64])),
         "softcap": draw(st.sampled_from([None, 2.0])),
         "kv_dtype": draw(st.sampled_from(KV_DTYPES)),
+        "sinks": draw(SINKS),
     }
 
 
@@ -204,10 +252,11 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
         for base, count, hide in zip(bases, counts, masked, strict=True)
     ]
     expected_keys, expected_values = [t.clone() for t in keys], [t.clone() for t in values]
+    more = (0.3, p["softcap"], _sinks(p))
     expected = reference.ragged_contiguous_attention(
-        q, k, v, expected_keys, expected_values, bases, counts, masks, 0.3, p["softcap"]
+        q, k, v, expected_keys, expected_values, bases, counts, masks, *more
     )
-    out = ops.ragged_contiguous_attention(q, k, v, keys, values, bases, counts, masks, 0.3, p["softcap"])
+    out = ops.ragged_contiguous_attention(q, k, v, keys, values, bases, counts, masks, *more)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
     start = 0
     for index, (base, count) in enumerate(zip(bases, counts, strict=True)):
@@ -216,7 +265,7 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
         own = slice(start, start + count)
         mask = masks[index] if masked[index] else None
         alone = ops.contiguous_attention(
-            q[:, :, own], keys[index], values[index], base + count, mask, mask is None, 0.3, p["softcap"]
+            q[:, :, own], keys[index], values[index], base + count, mask, mask is None, *more
         )
         assert torch.equal(out[:, own], alone)
         start += count
@@ -234,6 +283,7 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
         ({"values": [torch.zeros(1, 1, 7, 8)]}, "cannot take"),
         ({"q": torch.zeros(2, 4, 2, 8)}, "do not fit"),
+        *WRONG_SINKS,
     ],
 )
 def test_attention_of_a_ragged_batch_refuses_what_does_not_fit(change: dict, message: str) -> None:

@@ -62,7 +62,7 @@ def _calls() -> dict[str, tuple]:
         "layer_norm": (torch.randn(2, 12), torch.randn(12), torch.randn(12), 1e-5),
         "activate": (torch.randn(2, 12), "gelu"),
         "rotary": (q, k[:, :, :3], cos, sin),
-        "contiguous_attention": (q, k, v, 6, mask, True, 0.3, 4.0),
+        "contiguous_attention": (q, k, v, 6, mask, True, 0.3, 4.0, torch.randn(4)),
         "ragged_contiguous_attention": (
             q,
             k[:, :, :3],
@@ -72,8 +72,7 @@ def _calls() -> dict[str, tuple]:
             [5, 0],
             [2, 1],
             [torch.ones(1, 1, 2, 7, dtype=torch.bool), torch.empty(0, dtype=torch.bool)],
-            0.3,
-            4.0,
+            *(0.3, 4.0, torch.randn(4)),
         ),
         "decoder_layers": (
             torch.randn(1, 3, 12),

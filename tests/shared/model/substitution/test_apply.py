@@ -24,7 +24,7 @@ from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 from tests.tiers import tiered
 
 # Families whose attention does not use transformers' interface.
-OWN_ATTENTION = {"falcon", "falcon-alibi", "gpt-oss-sliding"}
+OWN_ATTENTION = {"falcon", "falcon-alibi"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from shared import ops
 from shared.model.substitution.attention import attention, attention_mask
+from shared.model.substitution.ragged import RaggedMask, RaggedStates, Span
 
 
 def _mask(q: int, kv: int, **changes: object) -> Tensor | None:
@@ -40,6 +41,20 @@ def test_attention_takes_additive_masks_that_hide_and_refuses_the_rest() -> None
     assert torch.equal(out, ops.contiguous_attention(q, k, v, 5))
     with pytest.raises(NotImplementedError, match="not biases"):
         attention(module, q, k, v, additive / 1e38)
-    for refused in ({"s_aux": torch.ones(2)}, {"dropout": 0.1}, {"output_attentions": True}):
+    for refused in ({"position_bias": q}, {"dropout": 0.1}, {"output_attentions": True}):
         with pytest.raises(NotImplementedError, match=next(iter(refused))):
             attention(module, q, k, v, None, **refused)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_are_passed_on_in_their_own_dtype_and_as_parameters(dtype: torch.dtype) -> None:
+    module, q, (k, v) = nn.Module(), torch.randn(1, 2, 3, 8), torch.randn(2, 1, 1, 5, 8).unbind()
+    sinks = nn.Parameter(torch.tensor([0.3, -1.7]).to(dtype))
+    wanted = ops.contiguous_attention(q, k, v, 5, sinks=sinks.detach().float())
+    assert not torch.equal(wanted, ops.contiguous_attention(q, k, v, 5))
+    with torch.no_grad():
+        assert torch.equal(attention(module, q, k, v, None, s_aux=sinks)[0], wanted)
+        span = Span(2, 5)
+        states = [RaggedStates(x[:, :, 2:], (x.clone(),), (span,)) for x in (k, v)]
+        mask = RaggedMask((torch.empty(0, dtype=torch.bool),))
+        assert torch.equal(attention(module, q, *states, mask, s_aux=sinks)[0], wanted)

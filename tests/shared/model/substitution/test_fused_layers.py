@@ -1,6 +1,7 @@
 """Which layers become one op, when the op runs, and that its results are those of the modules."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ FUSED = ["llama", "qwen2.5", "qwen3", "mistral-sliding", "phi3-sliding"]
 FUSED += ["gemma3-sliding", "gpt2", "opt", "gpt-neox", "phi2", "mixtral", "qwen3-moe", "ministral3"]
 LEFT_ALONE = {
     "phimoe-longrope": "after attention runs PackedLinear, Norm, Experts, not",
+    "gpt-oss-sliding": "its attention has sinks",
 }
 
 
@@ -189,6 +191,18 @@ def test_what_has_no_effect_on_the_compared_tokens_is_seen():
     own = layer.forward
     layer.forward = lambda *args, **kwargs: own(*args, **kwargs).clamp(-1e6, 1e6)
     assert accelerate(model).left_alone == {"model.layers.2": "not one op: beside its modules runs clamp"}
+
+
+def test_sinks_are_seen_also_where_they_have_no_effect_on_the_compared_tokens():
+    model, ids = build_family("llama"), _ids(1, 5)
+    attended = model.model.layers[2].self_attn
+    sinks = torch.full((4,), -1e4)
+    attended.forward = partial(attended.forward, s_aux=sinks)
+    report = accelerate(model)
+    assert report.left_alone == {"model.layers.2": "not one op: its attention has sinks"}
+    before = model(input_ids=ids).logits
+    sinks.fill_(1.0)
+    assert not torch.equal(model(input_ids=ids).logits, before)
 
 
 def test_what_positions_scale_beside_queries_is_seen():
