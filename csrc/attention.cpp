@@ -85,9 +85,9 @@ Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std
   if (sinks) check_vector(op, "sinks", *sinks, heads);
   Tensor out = empty({batch, queries, heads, v.size(3)});
   if (out.numel() == 0) return out;
-  const AttentionArgs args = attention_args(queries_of(q, 0, queries, mutable_floats(out)), k, v, kv_dtype, kv_length,
-                                            mask ? &*mask : nullptr, causal, scaling, softcap,
-                                            sinks ? floats(*sinks) : nullptr);
+  const AttentionArgs args =
+      attention_args(queries_of(q, 0, queries, mutable_floats(out)), k, v, kv_dtype, kv_length, mask ? &*mask : nullptr,
+                     causal, scaling, softcap, sinks ? floats(*sinks) : nullptr);
   if (keeps_threads_busy(num_items(args), num_blocks(args), torch::stable::get_num_threads())) attend_together({args});
   else attend_split(args);
   return out;

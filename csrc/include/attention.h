@@ -33,8 +33,8 @@ inline void join_row(int64_t width, const float* block, float block_max, float b
   *total_max = largest;
 }
 
-// What a row's sum of values is multiplied by at the end. The sink joins here, when all keys have, so that it changes no
-// sum of a block.
+// What a row's sum of values is multiplied by at the end. The sink joins here, when all keys have, so that it changes
+// no sum of a block.
 inline float inverse_sum(float total_max, float total_sum, const float* sink) {
   float keep = 1.f;
   if (sink && total_max != kMinusInfinity) {
