@@ -135,8 +135,8 @@ __attribute__((noinline)) void unit_panels(const Matrix& matrix, int64_t in_feat
 
 // From kQ4_0 on.
 constexpr BlockProduct kUnitProducts[kFormats - kQ4_0] = {
-    unit_panels<kQ4_0>, unit_panels<kQ4_1>, unit_panels<kQ5_0>, unit_panels<kQ5_1>,
-    unit_panels<kQ8_0>, unit_panels<kQ4_K>, unit_panels<kQ5_K>, unit_panels<kQ6_K>, unit_panels<kMxfp4>,
+    unit_panels<kQ4_0>, unit_panels<kQ4_1>, unit_panels<kQ5_0>, unit_panels<kQ5_1>,  unit_panels<kQ8_0>,
+    unit_panels<kQ4_K>, unit_panels<kQ5_K>, unit_panels<kQ6_K>, unit_panels<kMxfp4>,
 };
 
 }  // namespace neap::NEAP_ISA

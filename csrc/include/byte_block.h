@@ -84,8 +84,8 @@ __attribute__((noinline)) void byte_panels(const Matrix& matrix, int64_t in_feat
 
 // From kQ4_0 on.
 constexpr BlockProduct kByteProducts[kFormats - kQ4_0] = {
-    byte_panels<kQ4_0>, byte_panels<kQ4_1>, byte_panels<kQ5_0>, byte_panels<kQ5_1>,
-    byte_panels<kQ8_0>, byte_panels<kQ4_K>, byte_panels<kQ5_K>, byte_panels<kQ6_K>, byte_panels<kMxfp4>,
+    byte_panels<kQ4_0>, byte_panels<kQ4_1>, byte_panels<kQ5_0>, byte_panels<kQ5_1>,  byte_panels<kQ8_0>,
+    byte_panels<kQ4_K>, byte_panels<kQ5_K>, byte_panels<kQ6_K>, byte_panels<kMxfp4>,
 };
 
 }  // namespace neap::NEAP_ISA

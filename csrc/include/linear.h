@@ -52,9 +52,9 @@ constexpr Matmul rounded_matmul_of() {
 
 // From kQ4_0 on.
 constexpr Matmul kRoundedMatmuls[kFormats - kQ4_0] = {
-    rounded_matmul_of<kQ4_0>(), rounded_matmul_of<kQ4_1>(), rounded_matmul_of<kQ5_0>(), rounded_matmul_of<kQ5_1>(),
-    rounded_matmul_of<kQ8_0>(), rounded_matmul_of<kQ4_K>(), rounded_matmul_of<kQ5_K>(), rounded_matmul_of<kQ6_K>(),
-    rounded_matmul_of<kMxfp4>(),
+    rounded_matmul_of<kQ4_0>(), rounded_matmul_of<kQ4_1>(), rounded_matmul_of<kQ5_0>(),
+    rounded_matmul_of<kQ5_1>(), rounded_matmul_of<kQ8_0>(), rounded_matmul_of<kQ4_K>(),
+    rounded_matmul_of<kQ5_K>(), rounded_matmul_of<kQ6_K>(), rounded_matmul_of<kMxfp4>(),
 };
 
 // What tiles read of an input row: floats, pairs of bfloat16 in floats' places, or InputGroups.
