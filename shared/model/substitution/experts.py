@@ -201,10 +201,11 @@ def _pack_stored(matrix: Stored, rows: Sequence[slice], transposed: bool) -> lis
 def _compare(forward: Any, module: nn.Module, num_experts: int, width: int) -> None:
     """Raises `Unsuitable` if `forward` differs on ordinary, small or large tokens."""
     inputs = of_all_sizes(random_input(_TOKENS, width))
-    count = _TOKENS * len(inputs)
+    count = _TOKENS * (len(inputs) + 1)
     chosen = (num_experts - 1 - torch.arange(count * _CHOICES)) % num_experts
     index, weights = chosen.view(count, _CHOICES), random_input(count, _CHOICES).abs()
-    if not agrees(lambda x: forward(x, index, weights), lambda x: module.forward(x, index, weights), *inputs):
+    own: Any = lambda x: module.forward(x, index, weights)
+    if not agrees(lambda x: forward(x, index, weights), own, *inputs, clamps=True):
         raise Unsuitable("does more than its experts' products, by transformers' interface")
 
 

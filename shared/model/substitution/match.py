@@ -158,12 +158,19 @@ def _largest(x: Tensor) -> float:
     return float(torch.stack(x.aminmax()).abs().max())
 
 
-def agrees(actual: Forward, expected: Forward, *inputs: Tensor) -> bool:
+def agrees(actual: Forward, expected: Forward, *inputs: Tensor, clamps: bool = False) -> bool:
     """Whether both functions of rows agree within TOLERANCE on each input.
     Raises `Unsuitable` if `expected` fails or returns no tensor.
 
+    `clamps`: whether outputs may be clamped within. Then those for the last input, a large one, may differ as those of
+    `expected` do if its numbers are rounded otherwise: of wide matrices a few sums lie between the bounds, with an
+    error that is large beside these.
+
     The inputs go in together, because a weight that is still in its file is read and dequantised for each call.
     """
+    if clamps:
+        rounding = random_input(*inputs[-1].shape).sign() * 1e-6
+        inputs = *inputs, inputs[-1] + inputs[-1] * rounding
     x = torch.cat(inputs)
     try:
         expected_output: Any = expected(x)
@@ -175,5 +182,9 @@ def agrees(actual: Forward, expected: Forward, *inputs: Tensor) -> bool:
     computed = actual(x)
     if computed.shape != expected_output.shape or len(expected_output) != len(x):
         return False
-    parts = (result.split([len(part) for part in inputs]) for result in (computed, expected_output))
-    return all(relative_error(*pair) <= TOLERANCE for pair in zip(*parts, strict=True))
+    own, theirs = (result.split([len(part) for part in inputs]) for result in (computed, expected_output))
+    errors = [relative_error(*pair) for pair in zip(own, theirs, strict=True)]
+    bounds = [TOLERANCE] * len(errors)
+    if clamps:
+        bounds[-2:] = [max(TOLERANCE, 4 * relative_error(theirs[-1], theirs[-2]))] * 2
+    return all(error <= bound for error, bound in zip(errors, bounds, strict=True))
