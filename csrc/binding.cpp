@@ -193,7 +193,7 @@ STABLE_TORCH_LIBRARY(neap, m) {
       "SymInt num_layers, SymInt heads, SymInt intermediate, str activation, float eps, float weight_offset, "
       "float scaling, float? softcap=None, SymInt[] places=[], float query_scale=1.0, bool parallel_mlp=False, "
       "SymInt experts_per_token=0, bool norm_shares=False, Tensor? query_scales=None) -> Tensor");
-  m.def("expert_table(Tensor[] packed) -> Tensor");
+  m.def("expert_table(Tensor[] packed, Tensor? inner_bias=None, Tensor? bias=None) -> Tensor");
   m.def(
       "choose_experts(Tensor x, Tensor router, SymInt num_experts, SymInt chosen, bool normed) -> (Tensor, Tensor, "
       "Tensor)");

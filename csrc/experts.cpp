@@ -32,7 +32,7 @@ int64_t* take_integers(Arena* arena, int64_t count) {
 }  // namespace
 
 // uint8: a header, and an Expert for each three of `packed`. Keeps them alive.
-Tensor expert_table(std::vector<Tensor> packed) {
+Tensor expert_table(std::vector<Tensor> packed, std::optional<Tensor> inner_bias, std::optional<Tensor> bias) {
   constexpr const char* kOp = "expert_table";
   NEAP_CHECK(!packed.empty() && packed.size() % kMatrices == 0, kOp, ": ", packed.size(),
              " matrices, want gate, up and down of each expert");
@@ -41,6 +41,15 @@ Tensor expert_table(std::vector<Tensor> packed) {
   NEAP_CHECK(width > 0 && intermediate > 0, kOp, ": a gate is a matrix [", intermediate, ", ", width, "]");
   ExpertHeader header{{}, (int64_t)packed.size() / kMatrices, width, intermediate};
   std::memcpy(header.magic, kExpertMagic, sizeof(kExpertMagic));
+  const auto biases = [&](const char* name, const std::optional<Tensor>& each, int64_t size) -> const float* {
+    if (!each) return nullptr;
+    check_float(kOp, name, *each, 2);
+    NEAP_CHECK(each->is_contiguous() && each->size(0) == header.count && each->size(1) == size, kOp, ": ", name,
+               " has shape ", text(*each), ", want [", header.count, ", ", size, "], contiguous");
+    return floats(*each);
+  };
+  const float* inner_biases = biases("inner_bias", inner_bias, 2 * intermediate);
+  const float* own_biases = biases("bias", bias, width);
   struct Owned {
     std::vector<Tensor> packed;
     std::vector<uint8_t> bytes;
@@ -54,10 +63,14 @@ Tensor expert_table(std::vector<Tensor> packed) {
         .gate = packed_of_size(kOp, "a gate", own[0], intermediate, width),
         .up = packed_of_size(kOp, "an up", own[1], intermediate, width),
         .down = packed_of_size(kOp, "a down", own[2], width, intermediate),
+        .inner_bias = inner_biases ? inner_biases + e * 2 * intermediate : nullptr,
+        .bias = own_biases ? own_biases + e * width : nullptr,
     };
     std::memcpy(owned->bytes.data() + sizeof(header) + e * sizeof(expert), &expert, sizeof(expert));
   }
   owned->packed = std::move(packed);
+  for (const auto& each : {inner_bias, bias})
+    if (each) owned->packed.push_back(*each);
   return torch::stable::from_blob(owned->bytes.data(), {(int64_t)owned->bytes.size()}, {1},
                                   torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte,
                                   [owned](void*) mutable { owned.reset(); });
@@ -117,6 +130,7 @@ LinearArgs Experts::product(int64_t group, bool is_down) const {
                          : sorted + first * in,
       .weight = with_rounding(is_down ? expert.down : expert.gate),
       .up = is_down ? Matrix{} : with_rounding(expert.up),
+      .bias = is_down ? expert.bias : expert.inner_bias,
       .out = is_down ? made + first * table.width : inner + first * table.intermediate,
       .rows = group_first[group + 1] - first,
       .in_features = in,

@@ -8,7 +8,11 @@ namespace neap::binding {
 
 // The matrices of an expert, without whether they round their inputs: that is read from their headers when they are
 // multiplied. Headers of hundreds of experts, each in a page of its own, take too long to read in every pass.
-struct Expert { Matrix gate, up, down; };
+// Biases are null without: of gate and of up [2 * intermediate], and of down [width].
+struct Expert {
+  Matrix gate, up, down;
+  const float *inner_bias, *bias;
+};
 
 // What `expert_table` has made.
 struct ExpertTable {
@@ -54,7 +58,7 @@ struct Experts {
 void check_chosen(const char* op, int64_t chosen, int64_t count);
 
 // experts.cpp
-Tensor expert_table(std::vector<Tensor> packed);
+Tensor expert_table(std::vector<Tensor> packed, std::optional<Tensor> inner_bias, std::optional<Tensor> bias);
 std::tuple<Tensor, Tensor, Tensor> choose_experts(Tensor x, Tensor router, int64_t num_experts, int64_t chosen,
                                                   bool normed);
 Tensor experts(Tensor x, Tensor index, Tensor shares, Tensor table, std::string activation);

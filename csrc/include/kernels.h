@@ -12,7 +12,8 @@ namespace neap {
 constexpr int64_t kKeyBlock = 256;  // keys per step of the online softmax
 constexpr int64_t kQueryRows = 48;  // (query, head) pairs that share one read of the keys
 
-enum Activation : int32_t { kIdentity, kSilu, kGeluTanh, kGelu, kRelu };
+// kClampedSwish: that of gpt-oss. It clamps `up`, too, and adds one to it.
+enum Activation : int32_t { kIdentity, kSilu, kGeluTanh, kGelu, kRelu, kClampedSwish };
 
 // The first of the largest numbers of a row so far: its value, infinite if one was a NaN, and its place.
 struct Best {

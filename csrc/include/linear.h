@@ -129,8 +129,14 @@ inline int64_t linear_items(const LinearArgs& args, int64_t threads) {
   return units * max64(1, min64(wanted, ceil_div(args.rows, kRowChunk)));
 }
 
+constexpr float kClamp = 7.f;
+
 NEAP_INLINE Vec activate(Activation activation, Vec x) {
   if (activation == kSilu) return x * sigmoid(x);
+  if (activation == kClampedSwish) {
+    x = x > splat(kClamp) ? splat(kClamp) : x;
+    return x * sigmoid(splat(1.702f) * x);
+  }
   if (activation == kRelu) return max(splat(0.f), x);
   if (activation == kGelu) return splat(0.5f) * x * (splat(1.f) + erf(splat(0.70710678118654752f) * x));
   const Vec inner = splat(0.7978845608028654f) * fma(splat(0.044715f) * x * x, x, x);
@@ -144,6 +150,12 @@ inline void activate_numbers(Activation activation, const float* x, float* out, 
 
 // For activations that are few: inlined, their constants would take the time of each panel of all others.
 __attribute__((noinline)) inline Vec activate_apart(Activation activation, Vec x) { return activate(activation, x); }
+
+// What activated gates are multiplied by, of the sums of `up`.
+NEAP_INLINE Vec gated(Activation activation, Vec up) {
+  if (activation != kClampedSwish) return up;
+  return max(splat(-kClamp), up > splat(kClamp) ? splat(kClamp) : up) + splat(1.f);
+}
 
 // Applies bias, activation and residuals to the sums c [rows, 16] (and those of `up`, if gated) of output panel `unit`,
 // and writes them to out.
@@ -165,7 +177,8 @@ inline void finish_panel(const LinearArgs& args, const float* c, const float* up
       Vec value = load(c + v * kLanes) + load(bias + v * kLanes);
       if (args.activation == kSilu) value = value * sigmoid(value);
       else if (args.activation != kIdentity) value = activate_apart(args.activation, value);
-      if (args.gated) value = value * (load(up + v * kLanes) + load(bias + kPanel + v * kLanes));
+      if (args.gated)
+        value = value * gated(args.activation, load(up + v * kLanes) + load(bias + kPanel + v * kLanes));
       if (added && width == kPanel) value = load(added + at + v * kLanes) + value;
       if (added_last && width == kPanel) value = load(added_last + at + v * kLanes) + value;
       store((width == kPanel ? out : line) + v * kLanes, value);

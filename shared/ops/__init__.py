@@ -182,7 +182,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """x [...] float32 -> [...]. `activation` is "silu", "gelu_tanh", "gelu" or "relu"."""
+    """x [...] float32 -> [...]. `activation` is "silu", "gelu_tanh", "gelu", "relu" or "clamped_swish": of x that is at
+    most 7, x * sigmoid(1.702 x). Where it gates, this one also clamps `up` to [-7, 7] and adds one (gpt-oss)."""
     begin_call(x)
     out: Tensor = torch.ops.neap.activate.default(x, activation)
     return out

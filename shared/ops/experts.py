@@ -8,11 +8,12 @@ from torch import Tensor
 from shared.ops import begin_call
 
 
-def expert_table(packed: Sequence[Tensor]) -> Tensor:
+def expert_table(packed: Sequence[Tensor], inner_bias: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """The experts as one argument of an op, uint8: gate [I, D], up [I, D] and down [D, I] of each, packed, one expert
-    after another. Keeps them alive. Raises `RuntimeError` if their sizes differ."""
+    after another. `inner_bias` [E, 2 * I]: of gates, and behind those of ups; `bias` [E, D]: of downs; float32. Keeps
+    all alive. Raises `RuntimeError` if their sizes differ."""
     begin_call()
-    table: Tensor = torch.ops.neap.expert_table.default(packed)
+    table: Tensor = torch.ops.neap.expert_table.default(packed, inner_bias, bias)
     return table
 
 

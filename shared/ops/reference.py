@@ -26,13 +26,15 @@ def packed_gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str, bi
     N]."""
     gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
     gated, raised = packed_linear(x, gate, gate_bias), packed_linear(x, up, up_bias)
-    return activate(gated, activation) * raised
+    return activate(gated, activation) * (raised.clamp(-7, 7) + 1 if activation == "clamped_swish" else raised)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """See `shared.ops.activate`."""
     if activation.startswith("gelu"):
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if activation == "clamped_swish":
+        return x.clamp(max=7) * torch.sigmoid(1.702 * x.clamp(max=7))
     return F.silu(x) if activation == "silu" else F.relu(x)
 
 
@@ -121,15 +123,25 @@ def choose_experts(x: Tensor, router: Tensor, chosen: int, normed: bool) -> tupl
     return logits, shares / shares.sum(-1, keepdim=True) if normed else shares, index[:, :chosen]
 
 
-def experts(x: Tensor, index: Tensor, shares: Tensor, matrices: Sequence[Tensor], activation: str) -> Tensor:
-    """See `shared.ops.experts.experts`. `matrices`: gate, up and down of each expert, not packed."""
+def experts(
+    x: Tensor,
+    index: Tensor,
+    shares: Tensor,
+    matrices: Sequence[Tensor],
+    activation: str,
+    inner_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """See `shared.ops.experts.experts`. `matrices`: gate, up and down of each expert, not packed. Biases as of
+    `expert_table`."""
     gates, ups, downs = matrices[::3], matrices[1::3], matrices[2::3]
     out = torch.zeros_like(x)
     for token, (numbers, own) in enumerate(zip(index.tolist(), shares, strict=True)):
         for number, share in zip(numbers, own, strict=True):
             if number < len(gates):
-                inner = packed_gated_linear(x[token], gates[number], ups[number], activation)
-                out[token] += packed_linear(inner, downs[number]) * share
+                own_bias = None if inner_bias is None else inner_bias[number]
+                inner = packed_gated_linear(x[token], gates[number], ups[number], activation, own_bias)
+                out[token] += packed_linear(inner, downs[number], None if bias is None else bias[number]) * share
     return out
 
 

@@ -30,6 +30,7 @@ from shared.model.substitution.match import (
     relative_error,
 )
 from shared.model.substitution.row_invariant import row_invariant
+from shared.model.weights.in_turn import TURNS, InTurn
 from shared.model.weights.lazy import lazy
 from shared.model.weights.stored import ALL_ROWS, Joined, Packed, Stacked, Stored
 from shared.ops.experts import choose_experts, expert_table
@@ -88,17 +89,21 @@ def matrix_names(module: nn.Module) -> tuple[str, str]:
 
 def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
     """A module of transformers' interface of experts, whatever its activation, gate, biases and layout.
-    `form`: the activation if they are gated MLPs without biases, or "experts", if it is known."""
+    `form`: the activation if they are gated MLPs, and whether the rows of gate and up follow each other in turn; or
+    "experts"; if it is known."""
     settings: Any = module
     names = matrix_names(module)
-    activation = _gate(module, names) if form is None else None if form == "experts" else str(form)
+    gate: Any = _gate(module, names) if form is None else None if form == "experts" else form
     forward: Callable[..., Tensor]
-    if activation:
-        stored = tuple(
-            _pack(module.get_parameter(name), False, halves) for name, halves in zip(names, (True, False), strict=True)
-        )
+    if gate:
+        activation, in_turn = gate
+        into, out_of = (module.get_parameter(name) for name in names)
+        turned = settings.is_transposed
+        rows = TURNS if in_turn else _halves(into.shape[2 if turned else 1])
+        stored = _pack(into, turned, rows), _pack(out_of, turned)
         pairs = zip(*(stack.parts for stack in stored), strict=True)
-        table = expert_table([packed for gate_up, down in pairs for packed in (*gate_up.memory, *down.memory)])
+        matrices = [packed for gate_up, down in pairs for packed in (*gate_up.memory, *down.memory)]
+        table = expert_table(matrices, *_biases(module, names, rows))
         recipe = Experts(table, stored[1].columns, activation)
         forward = partial(_run_table, table=table, activation=activation)
     else:
@@ -107,7 +112,7 @@ def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
     if form is None:
         _compare(forward, module, len(stored[0].parts), stored[0].columns)
     sources = tuple((module, name) for name in names)
-    return Substitute(forward, recipe, activation or "experts", sources, stored)
+    return Substitute(forward, recipe, gate or "experts", sources, stored)
 
 
 def _run_table(
@@ -116,21 +121,40 @@ def _run_table(
     return run_experts(hidden_states, top_k_index, top_k_weights, table, activation)
 
 
-def _gate(module: nn.Module, names: Sequence[str]) -> str | None:
-    """The activation of gated MLPs that the op of experts computes. None if they are others."""
+def _gate(module: nn.Module, names: Sequence[str]) -> tuple[str, bool] | None:
+    """The activation of gated MLPs that the op of experts computes, and whether rows of gate and up follow each other
+    in turn. None if they are others."""
     settings: Any = module
-    if not settings.has_gate or settings.is_transposed or {name for name, _ in module.named_parameters()} != {*names}:
+    parameters, biases = {name for name, _ in module.named_parameters()}, {f"{name}_bias" for name in names}
+    if not settings.has_gate or parameters not in ({*names}, {*names} | biases):
         return None
     x = random_input(INPUT_ROWS, 64)
-    for name in ("silu", "gelu_tanh"):
+    for in_turn in (False, True):
+        if settings.is_transposed and not in_turn:
+            continue  # no family is so
+        for name in ("silu", "gelu_tanh", "clamped_swish"):
 
-        def gated(x: Tensor, name: str = name) -> Tensor:
-            gate, up = x.chunk(2, -1)
-            return ops.activate(gate, name) * up
+            def gated(x: Tensor, name: str = name, in_turn: bool = in_turn) -> Tensor:
+                gate, up = (x[..., ::2], x[..., 1::2]) if in_turn else x.chunk(2, -1)
+                return ops.activate(gate, name) * (up.clamp(-7, 7) + 1 if name == "clamped_swish" else up)
 
-        if agrees(gated, settings._apply_gate, *of_all_sizes(x)):
-            return name
+            if agrees(gated, settings._apply_gate, *of_all_sizes(x)):
+                return name, in_turn
     return None
+
+
+def _halves(count: int) -> tuple[slice, slice]:
+    return slice(0, count // 2), slice(count // 2, None)
+
+
+def _biases(module: nn.Module, names: Sequence[str], rows: Sequence[slice]) -> tuple[Tensor | None, Tensor | None]:
+    """float32 [E, N] as `expert_table` takes them, if there are any. They are copied, because those that are still in
+    their file are read into memory later."""
+    into, out_of = (getattr(module, f"{name}_bias", None) for name in names)
+    if into is None or out_of is None:
+        return None, None
+    read = [bias.detach() if (stored := lazy(bias)) is None else stored.dequantised() for bias in (into, out_of)]
+    return torch.cat([read[0][:, own] for own in rows], 1).float(), read[1].float().contiguous()
 
 
 def added(outputs: Tensor, shares: Tensor) -> Tensor:
@@ -169,26 +193,26 @@ def _one_by_one(module: nn.Module, names: Sequence[str], stored: Sequence[Stacke
     return forward
 
 
-def _pack(parameter: Tensor, transposed: bool, halves: bool = False) -> Stacked:
-    """`halves`: whether the first and the second half of each matrix' rows are matrices of their own."""
+def _pack(parameter: Tensor, transposed: bool, rows: Sequence[slice] = (ALL_ROWS,)) -> Stacked:
+    """`rows`: those of each matrix that are matrices of their own."""
     if parameter.dim() != 3 or parameter.dtype != torch.float32 or parameter.device.type != "cpu":
         raise Unsuitable(f"its experts are {parameter.dtype} on {parameter.device}")
-    stored, half = lazy(parameter), parameter.shape[1] // 2
-    rows = (slice(0, half), slice(half, None)) if halves else (ALL_ROWS,)
+    stored = lazy(parameter)
     if isinstance(stored, Stacked) and stored.transposed == transposed:
-        matrices: list[Stored] = [_join(_pack_stored(part, rows, transposed)) for part in stored.parts]
+        matrices: list[Stored] = [_join(_pack_stored(part, rows, transposed), rows) for part in stored.parts]
     else:
         plain = parameter.detach() if stored is None else stored.dequantised()
-        matrices = [_join([pack_matrix(each, transposed=transposed, rows=own) for own in rows]) for each in plain]
+        matrices = [_join([pack_matrix(each, transposed=transposed, rows=own) for own in rows], rows) for each in plain]
     return Stacked(matrices)
 
 
-def _join(parts: Sequence[Stored]) -> Stored:
-    return parts[0] if len(parts) == 1 else Joined(parts)
+def _join(parts: Sequence[Stored], rows: Sequence[slice]) -> Stored:
+    return parts[0] if len(parts) == 1 else InTurn(parts) if rows == TURNS else Joined(parts)
 
 
 def _pack_stored(matrix: Stored, rows: Sequence[slice], transposed: bool) -> list[Stored]:
-    if isinstance(matrix, Joined) and [part.rows for part in matrix.parts] == [matrix.rows // len(rows)] * len(rows):
+    kind = InTurn if rows == TURNS else Joined
+    if isinstance(matrix, kind) and [part.rows for part in matrix.parts] == [matrix.rows // len(rows)] * len(rows):
         each: list[tuple[Stored, slice]] = [(part, ALL_ROWS) for part in matrix.parts]
     else:
         each = [(matrix, own) for own in rows]

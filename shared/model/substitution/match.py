@@ -78,7 +78,7 @@ class Router:
 @dataclass(frozen=True)
 class Experts:
     """Several MLPs, of which each token passes a few. `table`: of `shared.ops.experts.expert_table`, if they are gated
-    MLPs of that `width` and without biases."""
+    MLPs of that `width`."""
 
     table: Tensor | None = None
     width: int = 0

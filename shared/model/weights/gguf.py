@@ -29,12 +29,13 @@ from transformers import modeling_gguf_pytorch_utils as checkpoints
 from shared.errors import NeapError, UnsupportedModel
 from shared.model.remembered.facts import Facts
 from shared.model.weights.files import parts_of
-from shared.model.weights.gguf_experts import GptOssProcessor, InTurn
+from shared.model.weights.gguf_experts import GptOssProcessor
 from shared.model.weights.gguf_config import complete_config, stated_sampling
 from shared.model.weights.gguf_file import Field, GgufContents, GgufTensor, read_contents
 from shared.model.weights.gguf_rope import TENSORS as ROPE_TENSORS
 from shared.model.weights.gguf_rope import rope_scaling
 from shared.model.weights.gguf_tokenizer import end_token_ids, remembered_merges, split_as_the_file_says
+from shared.model.weights.in_turn import InTurn
 from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.reading import CheckpointFiles, Replacement, replaced
 from shared.model.weights.stored import BLOCK_KINDS, PLAIN_KINDS, Blocks, Joined, Plain, Stacked, Stored
@@ -274,11 +275,7 @@ class GgufModel:
         for expert in range(len(numbers)):
             parts = [self._stored(entry, None, is_turned, expert) for entry in entries]
             if is_in_turn:
-                own = InTurn(parts, f"{'+'.join(sorted(names))}:{expert}", self._checkpoint.matrices)
-                if not own.is_one:
-                    why = "gate and up, whose rows are in turn, differ in format"
-                    self._checkpoint.dequantised |= dict.fromkeys(names, why)
-                experts.append(own)
+                experts.append(InTurn(parts, f"{'+'.join(sorted(names))}:{expert}", self._checkpoint.matrices))
             else:
                 experts.append(parts[0] if len(parts) == 1 else Joined(parts))
         return Stacked(experts), names

@@ -5,17 +5,12 @@ A file has gate and up apart, [E, I, D], and the model has their rows in turn, a
 """
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils as checkpoints
-
-from shared import ops
-from shared.model.remembered.packed import PackedMatrices
-from shared.model.weights.stored import ALL_ROWS, Stored
 
 # The parameters that are no `weight` or `bias` of a module.
 _PARAMETER = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?P<name>self_attn\.sinks|mlp\.experts\.(?:gate_up|down)_proj(?:_bias)?)")
@@ -61,38 +56,3 @@ class GptOssProcessor(checkpoints.TensorProcessor):
 def _turned(numbers: Tensor) -> Tensor:
     """Biases have no second direction."""
     return numbers.transpose(1, 2) if numbers.dim() == 3 else numbers
-
-
-class InTurn(Stored):
-    """Two matrices [N, K] of a file, whose rows follow each other in turn: [2 N, K], in float32 if they differ in
-    format. `name` and `matrices`: where it is kept while loading once it is packed."""
-
-    def __init__(self, parts: Sequence[Stored], name: str, matrices: PackedMatrices) -> None:
-        first, second = self.parts = tuple(parts)
-        self._name, self._matrices = name, matrices
-        self.is_one = first.format == second.format
-        form = first.format if self.is_one else "float32"
-        super().__init__(2 * first.rows, first.columns, form, transposed=first.transposed)
-        self.device_kind = first.device_kind if self.is_one else ""
-
-    def dequantised_rows(self) -> Tensor:
-        return _in_turn([part.dequantised_rows() for part in self.parts])
-
-    def device_blocks(self) -> Tensor:
-        return _in_turn([part.device_blocks() for part in self.parts])
-
-    def pack_ahead(self) -> None:
-        if self.device_kind:
-            self.pack()
-
-    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        return self._matrices.get(f"{self._name}:{rows.start}:{rows.stop}", lambda: self._packed(rows))
-
-    def _packed(self, rows: slice) -> Tensor:
-        if self.device_kind:
-            return ops.pack_blocks(self.device_blocks()[rows], self.format, self.columns)
-        return ops.pack_linear(self.dequantised_rows()[rows].to(getattr(torch, self.format, torch.float32)))
-
-
-def _in_turn(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack([*parts], 1).flatten(0, 1)

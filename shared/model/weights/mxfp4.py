@@ -16,9 +16,10 @@ from transformers import PreTrainedConfig
 
 from shared.model.remembered.packed import PackedMatrices
 from shared.model.weights.files import corrupt
+from shared.model.weights.in_turn import TURNS
 from shared.model.weights.quantised import quantisation
 from shared.model.weights.schemes import Place, Scheme
-from shared.model.weights.stored import Blocks, Stacked
+from shared.model.weights.stored import ALL_ROWS, Blocks, Stacked
 
 _BLOCK_BYTES = 16  # without the exponent
 
@@ -44,7 +45,9 @@ class Mxfp4(Scheme):
     ) -> Stacked:
         experts, _, _ = self.shape_of(name, places)
         options: dict[str, Any] = {"target_dtype": target_dtype, "matrices": matrices}
-        return Stacked([_Matrix(places["blocks"], places["scales"], number, options) for number in range(experts)])
+        rows = TURNS if name.endswith("gate_up_proj") else (ALL_ROWS,)
+        own = [_Matrix(places["blocks"], places["scales"], number, rows, options) for number in range(experts)]
+        return Stacked(own)
 
 
 def scheme_of(config: PreTrainedConfig) -> Mxfp4 | None:
@@ -53,13 +56,21 @@ def scheme_of(config: PreTrainedConfig) -> Mxfp4 | None:
 
 
 class _Matrix(Blocks):
-    """Matrix `number` of those tensors."""
+    """Matrix `number` of those tensors. `packed_rows`: those that are multiplied by together."""
 
-    def __init__(self, blocks: Place, scales: Place, number: int, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, blocks: Place, scales: Place, number: int, packed_rows: Sequence[slice], options: Mapping[str, Any]
+    ) -> None:
         _, rows, groups, size = blocks.shape
+        self._packed_rows = packed_rows
         self._scales = scales.file, scales.offset + number * rows * groups, groups
         place = (blocks.file, blocks.offset + number * rows * groups * size, (rows, groups * 32))
         super().__init__(*place, GGMLQuantizationType.MXFP4, transposed=True, **options)
+
+    def pack_ahead(self) -> None:
+        if self._target_dtype is None:
+            for rows in self._packed_rows:
+                self.pack(rows)
 
     def _blocks(self, read: Callable[[int, int], Tensor]) -> Tensor:
         file, offset, groups = self._scales

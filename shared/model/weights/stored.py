@@ -280,7 +280,8 @@ class Blocks(Stored):
         return ops.pack_linear(rounded_to(ops.unpack_linear(packed), self._target_dtype))
 
     def _pack_blocks(self, rows: slice = ALL_ROWS) -> Tensor:
-        return ops.pack_blocks(self._blocks(self._place[0].read_briefly)[rows], self._place[3].name, self.columns)
+        blocks = self._blocks(self._place[0].read_briefly)[rows].contiguous()
+        return ops.pack_blocks(blocks, self._place[3].name, self.columns)
 
 
 class Joined(Stored):
@@ -394,7 +395,8 @@ def row_ranges(matrix: Stored) -> tuple[Tensor, ...]:
 def name_of(file: StableFile, offset: int, form: str, rows: slice, row_order: Tensor | None = None) -> str:
     """Names what a packed matrix was made from."""
     order = "" if row_order is None else hashlib.sha256(row_order.numpy().data).hexdigest()
-    return f"{file.path.name}:{offset}:{form}:{rows.start}:{rows.stop}:{order}"
+    step = "" if rows.step is None else f":{rows.step}"
+    return f"{file.path.name}:{offset}:{form}:{rows.start}:{rows.stop}{step}:{order}"
 
 
 def _in_file(ids: Tensor, row_order: Tensor | None) -> Sequence[int]:

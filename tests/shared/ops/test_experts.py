@@ -27,18 +27,20 @@ def _matrices(count: int, inner: int, width: int) -> list[Tensor]:
     inner=st.sampled_from([5, 64]),
     width=st.sampled_from([12, 70]),
     threads=st.sampled_from([1, 3]),
-    activation=st.sampled_from(["silu", "gelu_tanh"]),
+    activation=st.sampled_from(["silu", "gelu_tanh", "clamped_swish"]),
+    biased=st.booleans(),
 )
 def test_experts_are_those_of_the_reference_alone_and_in_company(
-    isa: str, tokens: int, count: int, chosen: int, inner: int, width: int, threads: int, activation: str
+    isa: str, tokens: int, count: int, chosen: int, inner: int, width: int, threads: int, activation: str, biased: bool
 ) -> None:
-    matrices = _matrices(count, inner, width)
-    table, x = expert_table([ops.pack_linear(each) for each in matrices]), torch.randn(tokens, width)
+    matrices, x = _matrices(count, inner, width), 5 * torch.randn(tokens, width)  # so that some numbers are clamped
+    biases = (torch.randn(count, 2 * inner), torch.randn(count, width)) if biased else (None, None)
+    table = expert_table([ops.pack_linear(each) for each in matrices], *biases)
     index, shares = torch.randint(0, count + 1, (tokens, chosen)), torch.rand(tokens, chosen)  # count: none
     torch.set_num_threads(threads)
     out = experts(x, index, shares, table, activation)
     torch.set_num_threads(1)
-    expected = reference.experts(x, index, shares, matrices, activation)
+    expected = reference.experts(x, index, shares, matrices, activation, *biases)
     torch.testing.assert_close(out, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
     for token in range(0, tokens, 17):
         own = slice(token, token + 1)
@@ -55,9 +57,9 @@ def test_experts_have_the_bits_of_single_products(isa: str, kind: Kind, rounded:
     x, index, shares = torch.randn(20, 256), torch.randint(0, 3, (20, 2)), torch.rand(20, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            reference, "packed_gated_linear", lambda x, gate, up, act: ops.packed_gated_linear(x, gate, up, 256, act)
+            reference, "packed_gated_linear", lambda x, gate, up, act, _: ops.packed_gated_linear(x, gate, up, 256, act)
         )
-        patch.setattr(reference, "packed_linear", lambda x, down: ops.packed_linear(x, down, 256))
+        patch.setattr(reference, "packed_linear", lambda x, down, _: ops.packed_linear(x, down, 256))
         expected = reference.experts(x, index, shares, packed, "silu")
     assert torch.equal(experts(x, index, shares, expert_table(packed), "silu"), expected)
 
@@ -133,3 +135,7 @@ def test_experts_of_other_sizes_are_no_table() -> None:
         expert_table(packed)
     with pytest.raises(RuntimeError, match="5 matrices, want gate, up and down"):
         expert_table(packed[:5])
+    with pytest.raises(RuntimeError, match=r"inner_bias has shape \[1, 31\], want \[1, 32\]"):
+        expert_table(packed[:3], torch.zeros(1, 31))
+    with pytest.raises(RuntimeError, match=r"bias has shape \[12, 1\], want \[1, 12\]"):
+        expert_table(packed[:3], None, torch.zeros(12, 1))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import structlog
@@ -19,6 +20,7 @@ from shared.model.substitution.experts_on_gpu import GroupedExperts
 from shared.model.substitution.invariant import make_invariant
 from shared.model.substitution.match import relative_error
 from shared.model.weights.lazy import lazy
+from shared.ops.experts import experts as run_experts
 from tests.families import build_family
 from tests.reasons import raises
 from tests.shared.model.weights.test_groups import HEADER_BYTES, as_on_a_gpu
@@ -65,7 +67,11 @@ def experts_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_cpu_multiplies_by_the_files_numbers(shards: int, tmp_path: Path) -> None:
+def test_a_cpu_multiplies_by_the_files_numbers(
+    shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Mock(side_effect=run_experts)
+    monkeypatch.setattr("shared.model.substitution.experts.run_experts", calls)
     wide = save_folder(tmp_path, shards=shards)
     with structlog.testing.capture_logs() as lines:
         loaded = load_model(tmp_path, compute_dtype=torch.float32)
@@ -78,7 +84,9 @@ def test_a_cpu_multiplies_by_the_files_numbers(shards: int, tmp_path: Path) -> N
     assert held == OF_WEIGHT * sum(each.numel() for each in numbers.values())
     ids = torch.arange(3, 40)[None]
     wanted = wide(input_ids=ids).logits
+    calls.reset_mock()
     assert relative_error(loaded.model(input_ids=ids).logits, wanted) < 1e-4
+    assert calls.call_count == loaded.num_layers  # one op for all experts of a layer
     assert loaded.fingerprint == fingerprint(wide)
     plain = load_model(tmp_path, accelerate=False)
     for key, parameter in plain.model.named_parameters():
