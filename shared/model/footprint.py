@@ -14,9 +14,9 @@ from shared.model.parts import layer_configs
 from shared.model.source import arguments_of
 from shared.model.weights.files import parts_of
 from shared.model.weights.gguf_file import read_contents
-from shared.model.weights.schemes import Scheme
 from shared.model.weights.quantised import quantisation
 from shared.model.weights.reading import CheckpointFiles, SafetensorsReader, replaced, scheme_of
+from shared.model.weights.schemes import Scheme
 from shared.model.weights.stored import BLOCK_KINDS, LAZY_DTYPES, PLAIN_KINDS
 from shared.ops.blocks import arranged_bytes
 from shared.ops.paged_on_gpu import has_triton

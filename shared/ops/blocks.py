@@ -41,8 +41,8 @@ class Blocks(NamedTuple):
 class Layout:
     """`bits` and `high`: bits of a quant in `low` and in `high`. `step`: columns whose bytes are whole. `scales`: 0: a
     scale and an addend of a group; 1: 6 bits of each, and supers; 2: a signed scale for 16 columns, and supers; 3: a
-    scale and a zero; 4: exponents. `zero`: what a quant of 0 is written as. `block`: columns of a block of the file. `span`: columns
-    of a word of scales."""
+    scale and a zero; 4: exponents. `zero`: what a quant of 0 is written as. `block`: columns of a block of the file.
+    `span`: columns of a word of scales."""
 
     bits: int
     high: int

@@ -95,10 +95,10 @@ def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
     names = matrix_names(module)
     gate: Any = _gate(module, names) if form is None else None if form == "experts" else form
     forward: Callable[..., Tensor]
+    into, out_of = (module.get_parameter(name) for name in names)
+    turned = settings.is_transposed
     if gate:
         activation, in_turn = gate
-        into, out_of = (module.get_parameter(name) for name in names)
-        turned = settings.is_transposed
         rows = TURNS if in_turn else _halves(into.shape[2 if turned else 1])
         stored = _pack(into, turned, rows), _pack(out_of, turned)
         pairs = zip(*(stack.parts for stack in stored), strict=True)
@@ -107,7 +107,7 @@ def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
         recipe = Experts(table, stored[1].columns, activation)
         forward = partial(_run_table, table=table, activation=activation)
     else:
-        stored = tuple(_pack(module.get_parameter(name), settings.is_transposed) for name in names)
+        stored = _pack(into, turned), _pack(out_of, turned)
         recipe, forward = Experts(), _one_by_one(module, names, stored)
     if form is None:
         _compare(forward, module, len(stored[0].parts), stored[0].columns)
@@ -228,8 +228,8 @@ def _compare(forward: Any, module: nn.Module, num_experts: int, width: int) -> N
     count = _TOKENS * (len(inputs) + 1)
     chosen = (num_experts - 1 - torch.arange(count * _CHOICES)) % num_experts
     index, weights = chosen.view(count, _CHOICES), random_input(count, _CHOICES).abs()
-    own: Any = lambda x: module.forward(x, index, weights)
-    if not agrees(lambda x: forward(x, index, weights), own, *inputs, clamps=True):
+    both = (lambda x: forward(x, index, weights)), (lambda x: module.forward(x, index, weights))
+    if not agrees(*both, *inputs, clamps=True):
         raise Unsuitable("does more than its experts' products, by transformers' interface")
 
 

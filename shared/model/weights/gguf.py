@@ -29,8 +29,8 @@ from transformers import modeling_gguf_pytorch_utils as checkpoints
 from shared.errors import NeapError, UnsupportedModel
 from shared.model.remembered.facts import Facts
 from shared.model.weights.files import parts_of
-from shared.model.weights.gguf_experts import GptOssProcessor
 from shared.model.weights.gguf_config import complete_config, stated_sampling
+from shared.model.weights.gguf_experts import GptOssProcessor
 from shared.model.weights.gguf_file import Field, GgufContents, GgufTensor, read_contents
 from shared.model.weights.gguf_rope import TENSORS as ROPE_TENSORS
 from shared.model.weights.gguf_rope import rope_scaling
@@ -149,7 +149,8 @@ class GgufModel:
         self._movable = frozenset(
             entry.name
             for entry in self.contents.tensors
-            if len(entry.shape) in (2, 3) and (entry.kind in PLAIN_KINDS or entry.kind.name in BLOCK_KINDS)
+            if len(entry.shape) in (2, 3)
+            and (entry.kind in PLAIN_KINDS or entry.kind.name in BLOCK_KINDS)
             and not entry.name.endswith(".bias")  # of experts
         )
 

@@ -13,7 +13,10 @@ from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils as checkpoints
 
 # The parameters that are no `weight` or `bias` of a module.
-_PARAMETER = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\.(?P<name>self_attn\.sinks|mlp\.experts\.(?:gate_up|down)_proj(?:_bias)?)")
+_PARAMETER = re.compile(
+    r"(?:model\.)?layers\.(?P<layer>\d+)\."
+    r"(?P<name>self_attn\.sinks|mlp\.experts\.(?:gate_up|down)_proj(?:_bias)?)"
+)
 _TENSORS = {
     "self_attn.sinks": ("attn_sinks.weight",),
     "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -36,8 +39,9 @@ class GptOssProcessor(checkpoints.TensorProcessor):
         self, gguf_to_hf_name_map: dict[str, str], suffix: str, qual_name: str, hf_name: str
     ) -> None:
         found = _PARAMETER.fullmatch(hf_name.removeprefix("="))
-        for tensor in _TENSORS[found["name"]] if found else ():
-            gguf_to_hf_name_map[f"blk.{found['layer']}.{tensor}"] = qual_name + hf_name.removeprefix("=")
+        if found is not None:
+            own = qual_name + hf_name.removeprefix("=")
+            gguf_to_hf_name_map.update({f"blk.{found['layer']}.{tensor}": own for tensor in _TENSORS[found["name"]]})
 
     def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> checkpoints.GGUFTensor:
         in_turn = _IN_TURN.fullmatch(name)
@@ -47,7 +51,8 @@ class GptOssProcessor(checkpoints.TensorProcessor):
             if own not in tensors:
                 tensors[own] = _turned(numbers.new_zeros(len(numbers), 2 * numbers.shape[1], *numbers.shape[2:]))
             _turned(tensors[own])[:, int(in_turn["part"] == "up") :: 2] = numbers
-            return checkpoints.GGUFTensor(weights, None, {})
+            nowhere: Any = None
+            return checkpoints.GGUFTensor(weights, nowhere, {})
         if _DOWN.fullmatch(name):
             weights = weights.swapaxes(1, 2)
         return checkpoints.GGUFTensor(weights, name, {})

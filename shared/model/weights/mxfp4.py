@@ -84,8 +84,8 @@ class _Matrix(Blocks):
 
 
 def _as_in_gguf(quants: Tensor, exponents: Tensor, groups: int) -> Tensor:
-    """uint8 [N, K / 32 * 17]: of each block the exponent, and bytes of input i in the lower half and input 16 + i in the
-    upper one."""
+    """uint8 [N, K / 32 * 17]: of each block the exponent, and bytes with input i in the lower half and input 16 + i in
+    the upper one."""
     lower, upper = quants.view(-1, groups, 2, _BLOCK_BYTES // 2).unbind(2)
     even, odd = (lower & 15) | upper << 4, lower >> 4 | (upper & 240)
     return torch.cat([exponents.view(-1, groups, 1), torch.stack([even, odd], -1).flatten(2)], -1).flatten(1)

@@ -1,4 +1,4 @@
-"""How a folder's quantised matrices are stored that neap reads itself: several tensors in the place of one parameter."""
+"""How a folder stores quantised matrices that neap reads itself: several tensors in the place of one parameter."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -239,11 +239,13 @@ CASES: dict[str, tuple[str, hf.PreTrainedConfig, Metadata]] = {
     ),
     "gpt-oss": (
         "gpt-oss",
-        hf.GptOssConfig(**BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, rope_parameters={
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
-            "truncate": False,
-        }),
-        lambda w: gpt_oss(w),
+        hf.GptOssConfig(**BASE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+                "truncate": False,
+            },
+        ),
+        gpt_oss,
     ),
     "gpt2": (
         "gpt2",

@@ -67,9 +67,7 @@ def experts_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_cpu_multiplies_by_the_files_numbers(
-    shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_multiplies_by_the_files_numbers(shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Mock(side_effect=run_experts)
     monkeypatch.setattr("shared.model.substitution.experts.run_experts", calls)
     wide = save_folder(tmp_path, shards=shards)
@@ -128,7 +126,8 @@ def test_a_gpu_keeps_the_files_bytes(tmp_path: Path) -> None:
 def test_tensors_that_do_not_fit_are_a_corrupt_file(change, why, tmp_path: Path) -> None:
     save_folder(tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
-    tensors = {key: each.contiguous() for name, own in load_file(path).items() for key, each in change(name, own).items()}
+    changed = [change(name, own) for name, own in load_file(path).items()]
+    tensors = {name: own.contiguous() for each in changed for name, own in each.items()}
     save_file(tensors, path, {"format": "pt"})
     with raises(Corrupt, "MODEL_FILE_CORRUPT", match=why):
         load_model(tmp_path)

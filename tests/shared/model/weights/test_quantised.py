@@ -18,7 +18,6 @@ from shared.model.fingerprint import fingerprint
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.weights.quantised import dequantises
-from tests.families import build_family
 from tests.reasons import raises
 
 SETTINGS = {"bitnet": {"quant_method": "bitnet"}, "fp8": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
