@@ -87,7 +87,8 @@ inline Tensor empty(const Sizes& sizes, int32_t dtype = aoti_torch_dtype_float32
 inline neap::Activation activation_of(const char* op, const std::string& name) {
   static constexpr const char* kNames[] = {"silu", "gelu_tanh", "gelu", "relu", "clamped_swish"};  // from kSilu on
   const auto* found = std::find(std::begin(kNames), std::end(kNames), name);
-  NEAP_CHECK(found != std::end(kNames), op, ": activation is '", name, "', want 'silu', 'gelu_tanh', 'gelu', 'relu' or 'clamped_swish'");
+  NEAP_CHECK(found != std::end(kNames), op, ": activation is '", name,
+             "', want 'silu', 'gelu_tanh', 'gelu', 'relu' or 'clamped_swish'");
   return (neap::Activation)(neap::kSilu + (found - kNames));
 }
 

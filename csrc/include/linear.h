@@ -177,8 +177,7 @@ inline void finish_panel(const LinearArgs& args, const float* c, const float* up
       Vec value = load(c + v * kLanes) + load(bias + v * kLanes);
       if (args.activation == kSilu) value = value * sigmoid(value);
       else if (args.activation != kIdentity) value = activate_apart(args.activation, value);
-      if (args.gated)
-        value = value * gated(args.activation, load(up + v * kLanes) + load(bias + kPanel + v * kLanes));
+      if (args.gated) value = value * gated(args.activation, load(up + v * kLanes) + load(bias + kPanel + v * kLanes));
       if (added && width == kPanel) value = load(added + at + v * kLanes) + value;
       if (added_last && width == kPanel) value = load(added_last + at + v * kLanes) + value;
       store((width == kPanel ? out : line) + v * kLanes, value);
