@@ -30,9 +30,9 @@ from shared.model.substitution.match import (
     relative_error,
 )
 from shared.model.substitution.row_invariant import row_invariant
-from shared.model.weights.in_turn import TURNS, InTurn
+from shared.model.weights.composed import TURNS, InTurn, Joined, Stacked
 from shared.model.weights.lazy import lazy
-from shared.model.weights.stored import ALL_ROWS, Joined, Packed, Stacked, Stored
+from shared.model.weights.stored import ALL_ROWS, Packed, Stored
 from shared.ops.experts import choose_experts, expert_table
 from shared.ops.experts import experts as run_experts
 

@@ -25,8 +25,9 @@ from shared.model.substitution.match import (
     of_all_sizes,
     random_input,
 )
+from shared.model.weights.composed import Joined
 from shared.model.weights.lazy import LazyWeight, lazy
-from shared.model.weights.stored import ALL_ROWS, Joined, Packed, Stored
+from shared.model.weights.stored import ALL_ROWS, Packed, Stored
 
 INPUT_ROWS = 3
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")

@@ -28,6 +28,7 @@ from transformers import modeling_gguf_pytorch_utils as checkpoints
 
 from shared.errors import NeapError, UnsupportedModel
 from shared.model.remembered.facts import Facts
+from shared.model.weights.composed import InTurn, Joined, Stacked
 from shared.model.weights.files import parts_of
 from shared.model.weights.gguf_config import complete_config, stated_sampling
 from shared.model.weights.gguf_experts import GptOssProcessor
@@ -35,10 +36,9 @@ from shared.model.weights.gguf_file import Field, GgufContents, GgufTensor, read
 from shared.model.weights.gguf_rope import TENSORS as ROPE_TENSORS
 from shared.model.weights.gguf_rope import rope_scaling
 from shared.model.weights.gguf_tokenizer import end_token_ids, remembered_merges, split_as_the_file_says
-from shared.model.weights.in_turn import InTurn
 from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.reading import CheckpointFiles, Replacement, replaced
-from shared.model.weights.stored import BLOCK_KINDS, PLAIN_KINDS, Blocks, Joined, Plain, Stacked, Stored
+from shared.model.weights.stored import BLOCK_KINDS, PLAIN_KINDS, Blocks, Plain, Stored
 
 header_reader: Any
 try:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shared.model.weights.stored import Joined, Stacked, Stored
+from shared.model.weights.composed import Joined, Stacked
+from shared.model.weights.stored import Stored
 
 _POOL: ContextVar[ThreadPoolExecutor | None] = ContextVar("neap_parts", default=None)
 _ALIASES = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default])

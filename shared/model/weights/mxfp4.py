@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from shared.model.remembered.packed import PackedMatrices
+from shared.model.weights.composed import TURNS, Stacked
 from shared.model.weights.files import corrupt
-from shared.model.weights.in_turn import TURNS
 from shared.model.weights.quantised import quantisation
 from shared.model.weights.schemes import Place, Scheme
-from shared.model.weights.stored import ALL_ROWS, Blocks, Stacked
+from shared.model.weights.stored import ALL_ROWS, Blocks
 
 _BLOCK_BYTES = 16  # without the exponent
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from shared.model.substitution.experts_on_gpu import group, groupable
 from shared.model.substitution.match import Unsuitable
+from shared.model.weights.composed import Joined, Stacked
 from shared.model.weights.lazy import LazyWeight, as_parameter, lazy
-from shared.model.weights.stored import ALL_ROWS, Joined, Stacked, Stored, rounded_to
+from shared.model.weights.stored import ALL_ROWS, Stored, rounded_to
 from shared.ops import blocks as arrangement
 from shared.ops.products import blocks_linear
 

@@ -284,64 +284,6 @@ class Blocks(Stored):
         return ops.pack_blocks(blocks, self._place[3].name, self.columns)
 
 
-class Joined(Stored):
-    """Matrices [N_i, K] one below the other, as one parameter holds gate and up. They may differ in format."""
-
-    def __init__(self, parts: Sequence[Stored]) -> None:
-        self.parts = tuple(parts)
-        formats = "+".join(dict.fromkeys(part.format for part in parts))
-        super().__init__(sum(p.rows for p in parts), parts[0].columns, formats)
-        self.dtype, self.device, self.device_kind = parts[0].dtype, parts[0].device, _one_kind(parts)
-
-    def dequantised_rows(self) -> Tensor:
-        return torch.cat([part.dequantised_rows() for part in self.parts])
-
-    def rounded(self) -> Tensor:
-        return torch.cat([part.rounded() for part in self.parts])
-
-    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        # Dequantised numbers fit the dtype they come from. Blocks of quants cannot be made again.
-        dtype = getattr(torch, self.format, torch.float32)
-        return ops.pack_linear(self.dequantised_rows()[rows].to(dtype))
-
-
-class Stacked(Stored):
-    """Matrices [N, K] of one shape and format, as one parameter [E, N, K] holds those of several experts; [E, K, N] if
-    transposed."""
-
-    def __init__(self, parts: Sequence[Stored]) -> None:
-        self.parts = tuple(parts)
-        first = parts[0]
-        super().__init__(first.rows, first.columns, first.format, transposed=first.transposed)
-        self.dtype, self.device, self.device_kind = first.dtype, first.device, _one_kind(parts)
-
-    @property
-    def sections(self) -> "tuple[Stored, ...]":
-        if self.device_kind or not all(isinstance(part, Joined) for part in self.parts):
-            return (self,)
-        return tuple(Stacked(parts) for parts in zip(*(part.parts for part in self.parts), strict=True))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return len(self.parts), *super().shape
-
-    def dequantised(self) -> Tensor:
-        return torch.stack([part.dequantised() for part in self.parts])
-
-    def rounded(self) -> Tensor:
-        return torch.stack([part.rounded() for part in self.parts])
-
-    def rounded_parts(self) -> Iterator[Tensor]:
-        return (numbers for part in self.parts for numbers in part.rounded_parts())
-
-    def dequantised_rows(self) -> Tensor:
-        """float32 [E, N, K]."""
-        return torch.stack([part.dequantised_rows() for part in self.parts])
-
-    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        raise NotImplementedError("several matrices are packed one by one")
-
-
 class Packed(Stored):
     """A matrix in memory, packed for the kernels."""
 
@@ -378,12 +320,6 @@ def rounded_to(numbers: Tensor, dtype: torch.dtype) -> Tensor:
             "a weight is too large for float16: choose bfloat16 or float32", reason="WEIGHTS_OVERFLOW"
         )
     return rounded
-
-
-def _one_kind(parts: Sequence[Stored]) -> str:
-    """The kind of blocks of all parts. Empty if they differ."""
-    kinds = {part.device_kind for part in parts}
-    return kinds.pop() if len(kinds) == 1 else ""
 
 
 def row_ranges(matrix: Stored) -> tuple[Tensor, ...]:
