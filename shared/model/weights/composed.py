@@ -35,8 +35,8 @@ class Joined(Stored):
 
 
 class InTurn(Stored):
-    """Two matrices [N, K], whose rows follow each other in turn, as gpt-oss has gate and up: [2 N, K]. Packed in float32
-    if they differ in format. `name` and `matrices`: where it is kept while loading once it is packed."""
+    """Two matrices [N, K], whose rows follow each other in turn, as gpt-oss has gate and up: [2 N, K]. It is packed
+    in float32 if they differ in format. `name` and `matrices`: where it is kept while loading once it is packed."""
 
     def __init__(self, parts: Sequence[Stored], name: str = "", matrices: PackedMatrices | None = None) -> None:
         first, second = self.parts = tuple(parts)
