@@ -53,7 +53,6 @@ class _Matrices:
     biases: str
 
     def __call__(self, x: Tensor, expert: int) -> Tensor:
-        # Read from the module each time: a bias that is still in its file is read into memory later.
         biases = getattr(self.module, self.biases, None)
         bias = None if biases is None else biases[expert]
         return ops.packed_linear(x, self.packed[expert], self.rows, bias)
@@ -148,13 +147,11 @@ def _halves(count: int) -> tuple[slice, slice]:
 
 
 def _biases(module: nn.Module, names: Sequence[str], rows: Sequence[slice]) -> tuple[Tensor | None, Tensor | None]:
-    """float32 [E, N] as `expert_table` takes them, if there are any. They are copied, because those that are still in
-    their file are read into memory later."""
+    """float32 [E, N] as `expert_table` takes them, if there are any."""
     into, out_of = (getattr(module, f"{name}_bias", None) for name in names)
     if into is None or out_of is None:
         return None, None
-    read = [bias.detach() if (stored := lazy(bias)) is None else stored.dequantised() for bias in (into, out_of)]
-    return torch.cat([read[0][:, own] for own in rows], 1).float(), read[1].float().contiguous()
+    return torch.cat([into.detach()[:, own] for own in rows], 1).float(), out_of.detach().float().contiguous()
 
 
 def added(outputs: Tensor, shares: Tensor) -> Tensor:
