@@ -62,8 +62,10 @@ def plan_of(config: PretrainedConfig, ranks: Ranks, model_id: str) -> Distribute
     heads = setting_of(text, "num_key_value_heads") or setting_of(text, "num_attention_heads")
     if get_kv_heads_per_rank(plan, heads, ranks.size) is None:
         raise refuse(f"its {heads} key heads cannot be divided")
-    for name, parameter in model.named_parameters():
-        size = _shared_size(name, styles.get(name, _WHOLE), parameter.shape)
+    sizes = {name: _shared_size(name, styles.get(name, _WHOLE), p.shape) for name, p in model.named_parameters()}
+    if not any(sizes.values()):
+        raise refuse(f"transformers' plan for {type(model).__name__} divides no weights but the embedding")
+    for name, size in sizes.items():
         if size % ranks.size:
             raise refuse(f"{name} has {size} rows or columns to divide")
     return DistributedConfig(tp_size=ranks.size, tp_plan=whole)

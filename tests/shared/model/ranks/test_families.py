@@ -91,6 +91,14 @@ def test_heads_that_cannot_be_divided_are_refused(ranks, tmp_path):
     _refused(ranks, tmp_path, "llama", "has 49 rows or columns to divide", intermediate_size=49)
 
 
+def test_a_plan_by_which_each_rank_would_have_the_whole_model_is_refused(ranks, tmp_path):
+    _refused(ranks, tmp_path, "gpt-oss-sliding", "plan for GptOssForCausalLM divides no weights")
+
+
+def test_experts_in_mxfp4_are_refused(ranks, tmp_path):
+    _refused(ranks, tmp_path, "gpt-oss-sliding", "it is quantised", quantization_config={"quant_method": "mxfp4"})
+
+
 def _refused(ranks, folder, name, why, **changes):
     build_family(name, **changes).save_pretrained(folder)
     next(folder.glob("*.safetensors")).write_bytes(b"")  # whoever reads it fails
