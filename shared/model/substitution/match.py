@@ -13,6 +13,8 @@ from shared.model.cache import refuse_if_out_of_memory
 from shared.model.weights.stored import Stored
 
 TOLERANCE = 1e-5  # largest error relative to the largest output
+# How often a large input is rounded otherwise, see `agrees`. Of one draw the few sums that count may hardly move.
+ROUNDINGS = 4
 
 _NO_SETTINGS = frozenset(["layer_idx", "training"])
 _SMALL_BUFFER = 64  # numbers
@@ -164,13 +166,13 @@ def agrees(actual: Forward, expected: Forward, *inputs: Tensor, clamps: bool = F
 
     `clamps`: whether outputs may be clamped within. Then those for the last input, a large one, may differ as those of
     `expected` do if its numbers are rounded otherwise: of wide matrices a few sums lie between the bounds, with an
-    error that is large beside these.
+    error that is large beside these. The input goes in ROUNDINGS times more, so both must do the same to these rows.
 
     The inputs go in together, because a weight that is still in its file is read and dequantised for each call.
     """
     if clamps:
-        rounding = random_input(*inputs[-1].shape).sign() * 1e-6
-        inputs = *inputs, inputs[-1] + inputs[-1] * rounding
+        roundings = random_input(ROUNDINGS, *inputs[-1].shape).sign() * 1e-6
+        inputs = *inputs, *(inputs[-1] + inputs[-1] * roundings)
     x = torch.cat(inputs)
     try:
         expected_output: Any = expected(x)
@@ -186,5 +188,7 @@ def agrees(actual: Forward, expected: Forward, *inputs: Tensor, clamps: bool = F
     errors = [relative_error(*pair) for pair in zip(own, theirs, strict=True)]
     bounds = [TOLERANCE] * len(errors)
     if clamps:
-        bounds[-2:] = [max(TOLERANCE, 4 * relative_error(theirs[-1], theirs[-2]))] * 2
+        exact, *rounded = theirs[-1 - ROUNDINGS :]
+        bound = 4 * max(relative_error(each, exact) for each in rounded)
+        bounds[-1 - ROUNDINGS :] = [max(TOLERANCE, bound)] * (1 + ROUNDINGS)
     return all(error <= bound for error, bound in zip(errors, bounds, strict=True))

@@ -51,6 +51,10 @@ class InTurn(Stored):
     def device_blocks(self) -> Tensor:
         return _in_turn([part.device_blocks() for part in self.parts])
 
+    def rounded(self) -> Tensor:
+        across = int(self.transposed)
+        return torch.stack([part.rounded() for part in self.parts], 1 + across).flatten(across, 1 + across)
+
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         return self._matrices.get(f"{self._name}:{rows}", lambda: self._packed(rows))
 

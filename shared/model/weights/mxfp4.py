@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from shared.model.remembered.packed import PackedMatrices
-from shared.model.weights.composed import TURNS, Stacked
+from shared.model.weights.composed import TURNS, InTurn, Stacked
 from shared.model.weights.files import corrupt
 from shared.model.weights.quantised import quantisation
 from shared.model.weights.schemes import Place, Scheme
-from shared.model.weights.stored import ALL_ROWS, Blocks
+from shared.model.weights.stored import Blocks, Stored
 
 _BLOCK_BYTES = 16  # without the exponent
 
@@ -43,10 +43,14 @@ class Mxfp4(Scheme):
     def stored(
         self, name: str, places: Mapping[str, Place], target_dtype: torch.dtype | None, matrices: PackedMatrices | None
     ) -> Stacked:
-        experts, _, _ = self.shape_of(name, places)
+        experts, _, rows = self.shape_of(name, places)
         options: dict[str, Any] = {"target_dtype": target_dtype, "matrices": matrices}
-        rows = TURNS if name.endswith("gate_up_proj") else (ALL_ROWS,)
-        own = [_Matrix(places["blocks"], places["scales"], number, rows, options) for number in range(experts)]
+        is_in_turn = name.endswith("gate_up_proj") and rows % 2 == 0
+        turns = [torch.arange(turn.start, rows, turn.step) for turn in TURNS] if is_in_turn else []
+        own: list[Stored] = []
+        for number in range(experts):
+            parts = [_Matrix(places["blocks"], places["scales"], number, turn, options) for turn in turns or (None,)]
+            own.append(InTurn(parts, f"{name}:{number}", matrices) if turns else parts[0])
         return Stacked(own)
 
 
@@ -56,26 +60,24 @@ def scheme_of(config: PreTrainedConfig) -> Mxfp4 | None:
 
 
 class _Matrix(Blocks):
-    """Matrix `number` of those tensors. `packed_rows`: those that are multiplied by together."""
+    """Matrix `number` of those tensors, or its rows `row_order` [N] int64."""
 
     def __init__(
-        self, blocks: Place, scales: Place, number: int, packed_rows: Sequence[slice], options: Mapping[str, Any]
+        self, blocks: Place, scales: Place, number: int, row_order: Tensor | None, options: Mapping[str, Any]
     ) -> None:
-        _, rows, groups, size = blocks.shape
-        self._packed_rows = packed_rows
-        self._scales = scales.file, scales.offset + number * rows * groups, groups
-        place = (blocks.file, blocks.offset + number * rows * groups * size, (rows, groups * 32))
-        super().__init__(*place, GGMLQuantizationType.MXFP4, transposed=True, **options)
-
-    def pack_ahead(self) -> None:
-        if self._target_dtype is None:
-            for rows in self._packed_rows:
-                self.pack(rows)
+        _, self._in_file, groups, size = blocks.shape
+        self._scales = scales.file, scales.offset + number * self._in_file * groups, groups
+        rows = self._in_file if row_order is None else len(row_order)
+        place = (blocks.file, blocks.offset + number * self._in_file * groups * size, (rows, groups * 32))
+        super().__init__(*place, GGMLQuantizationType.MXFP4, row_order=row_order, transposed=True, **options)
 
     def _blocks(self, read: Callable[[int, int], Tensor]) -> Tensor:
         file, offset, groups = self._scales
-        quants = read(self._place[1], self.rows * groups * _BLOCK_BYTES)
-        return _as_in_gguf(quants, file.read(offset, self.rows * groups), groups)
+        quants = read(self._place[1], self._in_file * groups * _BLOCK_BYTES).view(self._in_file, -1)
+        exponents = file.read(offset, self._in_file * groups).view(self._in_file, -1)
+        if self._row_order is not None:
+            quants, exponents = quants[self._row_order], exponents[self._row_order]
+        return _as_in_gguf(quants, exponents, groups)
 
     def _rows_in_file(self, rows: Sequence[int]) -> Tensor:
         file, offset, groups = self._scales

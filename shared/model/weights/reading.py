@@ -268,7 +268,8 @@ class SafetensorsReader:
                 self._checkpoint.dequantised[name] = quantised.why_wide
             return LazyWeight(quantised)
         shape = entry.shape
-        if self._lazy and len(shape) == 2 and entry.num_bytes and entry.dtype in LAZY_DTYPES:
+        is_lazy = self._lazy and not name.endswith("_bias")  # of experts
+        if is_lazy and len(shape) == 2 and entry.num_bytes and entry.dtype in LAZY_DTYPES:
             checkpoint, place = self._checkpoint, (self._file, entry.offset, shape, entry.dtype)
             return LazyWeight(Plain(*place, target_dtype=checkpoint.dtype, matrices=checkpoint.matrices))
         data = self._file.read(entry.offset, entry.num_bytes)

@@ -33,6 +33,12 @@ def test_gate_is_read_beside_an_up_that_no_kernel_reads(
         torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_file_has_one_fingerprint_whatever_dtype_is_asked_for(tmp_path: Path, dtype: torch.dtype) -> None:
+    write(tmp_path / "tiny.gguf", *CASES["gpt-oss"])
+    assert load_model(tmp_path / "tiny.gguf", dtype=dtype).fingerprint == load_model(tmp_path / "tiny.gguf").fingerprint
+
+
 @pytest.mark.parametrize("kinds", [(Kind.MXFP4,) * 3, (Kind.Q8_0, Kind.Q5_0, Kind.MXFP4)])
 def test_gate_and_up_of_gpt_oss_stay_in_the_format_of_the_file(kinds: tuple[Kind, Kind, Kind], tmp_path: Path) -> None:
     architecture, _, add_more = CASES["gpt-oss"]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from shared import ops
 from shared.errors import Corrupt
 from shared.model.fingerprint import fingerprint
 from shared.model.footprint import footprint
@@ -70,6 +71,8 @@ def experts_of(model: PreTrainedModel) -> dict[str, Tensor]:
 def test_a_cpu_multiplies_by_the_files_numbers(shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Mock(side_effect=run_experts)
     monkeypatch.setattr("shared.model.substitution.experts.run_experts", calls)
+    packed = Mock(side_effect=ops.pack_blocks)
+    monkeypatch.setattr(ops, "pack_blocks", packed)
     wide = save_folder(tmp_path, shards=shards)
     with structlog.testing.capture_logs() as lines:
         loaded = load_model(tmp_path, compute_dtype=torch.float32)
@@ -80,6 +83,10 @@ def test_a_cpu_multiplies_by_the_files_numbers(shards: int, tmp_path: Path, monk
     memory = [part for key in numbers for part in lazy(loaded.model.get_parameter(key)).memory]  # type: ignore[union-attr]
     held = sum(part.nbytes - HEADER_BYTES for part in memory)
     assert held == OF_WEIGHT * sum(each.numel() for each in numbers.values())
+    # For the fingerprint, too, none is packed again, which would stay in memory and in what later starts map.
+    # What tells matrices apart is two rows.
+    rows = [len(call.args[0]) for call in packed.call_args_list if len(call.args[0]) > 2]
+    assert sum(rows) == sum(len(each) * each.shape[2] for each in numbers.values())
     ids = torch.arange(3, 40)[None]
     wanted = wide(input_ids=ids).logits
     calls.reset_mock()
@@ -93,6 +100,24 @@ def test_a_cpu_multiplies_by_the_files_numbers(shards: int, tmp_path: Path, monk
     said = footprint(tmp_path, torch.device("cpu"))
     assert said is not None
     assert said.weights == pytest.approx(loaded.acceleration.packed_bytes, rel=0.05)
+
+
+def test_plain_experts_with_biases_take_what_was_said_beforehand(tmp_path: Path) -> None:
+    own = build_family("gpt-oss-sliding").bfloat16()
+    own.save_pretrained(tmp_path)
+    with structlog.testing.capture_logs() as lines:
+        loaded = load_model(tmp_path)
+    # Their matrices are read as float32. Their biases are no matrices.
+    (reasons,) = [line["reasons"] for line in lines if "dequantised" in line["event"]]
+    assert reasons == {"a parameter of several matrices is read as float32": 2 * loaded.num_layers}
+    assert loaded.fingerprint == fingerprint(own)
+    assert loaded.acceleration is not None
+    said = footprint(tmp_path, torch.device("cpu"))
+    assert said is not None
+    held = sum(
+        each.numel() * (2 if each.dim() == 2 and "_bias" not in key else 4) for key, each in own.named_parameters()
+    )
+    assert said.weights == held
 
 
 def test_a_gpu_keeps_the_files_bytes(tmp_path: Path) -> None:
