@@ -11,6 +11,7 @@ Transformers also reads a file's metadata, which includes the vocabulary, severa
 
 import functools
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,7 +30,7 @@ from transformers import modeling_gguf_pytorch_utils as checkpoints
 from shared.errors import NeapError, UnsupportedModel
 from shared.model.remembered.facts import Facts
 from shared.model.weights.composed import InTurn, Joined, Stacked
-from shared.model.weights.files import parts_of
+from shared.model.weights.files import corrupt, parts_of
 from shared.model.weights.gguf_config import complete_config, stated_sampling
 from shared.model.weights.gguf_experts import GptOssProcessor
 from shared.model.weights.gguf_file import Field, GgufContents, GgufTensor, read_contents
@@ -178,7 +179,17 @@ class GgufModel:
             self._dequantise(self._movable, "the family's tensor processor needs the numbers")
             return self._load(model_to_load, torch_dtype)
 
+    def _check_halves(self) -> None:
+        """A parameter of two tensors, gate and up of experts, is made with zeros, and where one is narrow it is spread.
+        Raises `Corrupt` if the file has them not both, or in two shapes."""
+        shapes = {name: entry.shape for name, entry in self._entries.items()}
+        for name, shape in shapes.items():
+            for own, other in itertools.permutations(("_gate_exps.", "_up_exps.")):
+                if own in name and shapes.get(beside := name.replace(own, other)) != shape:
+                    raise corrupt(Path(self._path), f"it has {name!r} without a {beside!r} of the same shape")
+
     def _load(self, model_to_load: Any, torch_dtype: torch.dtype | None) -> Any:
+        self._check_halves()
         while True:
             parsed = self._run(return_tensors=True, model_to_load=model_to_load)
             if left_out := self._left_out - ROPE_TENSORS:

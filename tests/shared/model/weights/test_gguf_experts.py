@@ -4,11 +4,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
 
+from shared.errors import Corrupt
 from shared.model.load import _build, load_model
 from shared.model.source import arguments_of
 from shared.model.weights.composed import Stacked
@@ -16,6 +18,7 @@ from shared.model.weights.gguf import GgufReaders
 from shared.model.weights.lazy import realise
 from shared.model.weights.on_device import TakenBlocks
 from shared.model.weights.reading import CheckpointFiles, replaced
+from tests.reasons import raises
 from tests.shared.model.weights.test_gguf_families import CASES, write
 
 
@@ -31,6 +34,32 @@ def test_gate_is_read_beside_an_up_that_no_kernel_reads(
     loaded = load_model(tmp_path / "tiny.gguf", accelerate=False)
     with torch.inference_mode():
         torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen3moe", "ffn_up_exps.weight"),
+        *(("gpt-oss", f"ffn_{part}_exps.{kind}") for part in ("gate", "up") for kind in ("weight", "bias")),
+    ],
+)
+@pytest.mark.parametrize("change", ["none", "one row", "one expert"])
+def test_gate_and_up_that_do_not_fit_each_other_are_a_corrupt_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tensor: str, change: str
+) -> None:
+    """Transformers would have zeros in place of one that is not there, and the same row, or expert, again and again."""
+    add = GGUFWriter.add_tensor
+
+    def other(writer: GGUFWriter, own: str, numbers: np.ndarray, **options: Any) -> None:
+        if own == f"blk.1.{tensor}":
+            numbers = np.ascontiguousarray(numbers[:, :1] if change == "one row" else numbers[:1])
+        if own != f"blk.1.{tensor}" or change != "none":
+            add(writer, own, numbers, **options)
+
+    monkeypatch.setattr(GGUFWriter, "add_tensor", other)
+    write(tmp_path / "tiny.gguf", *CASES[name])
+    with raises(Corrupt, "MODEL_FILE_CORRUPT", match="of the same shape"):
+        load_model(tmp_path / "tiny.gguf")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
