@@ -29,10 +29,11 @@ def widened(quants, words, supers, GROUP: tl.constexpr, SCALES: tl.constexpr, ZE
     addend of each group; 1: of each group 6 bits of scale and addend, which `supers` scale; 2: a signed scale for 16
     quants, which `supers` scale; 3: a scale and a zero; 4: of each group an exponent, and quants are floats."""
     if SCALES == 4:
-        size, exponent = quants & 7, (words >> (8 * (GROUP % 4))) & 255
-        doubled = tl.where(size < 2, size, (2 + (size & 1)) << tl.maximum(size // 2 - 1, 0)).to(tl.float32)
+        # With its bits where a float16 has them, a float of 4 bits is 2^-14 of itself. It is doubled, as GGUF does it.
+        half = ((quants & 7) << 9 | (quants & 8) << 12).to(tl.int16).to(tl.float16, bitcast=True)
+        exponent = (words >> (8 * (GROUP % 4))) & 255
         power = tl.where(exponent < 2, (exponent + 1) << 21, (exponent - 1) << 23).to(tl.float32, bitcast=True)
-        return tl.where(quants < 8, doubled, -doubled) * power[:, None]
+        return half.to(tl.float32) * 32768.0 * power[:, None]
     numbers = (quants - ZERO).to(tl.float32)
     if SCALES == 0:
         return half_at(words, 0)[:, None] * numbers + half_at(words, 1)[:, None]
