@@ -85,8 +85,6 @@ SHAPES = {
     "qwen3-moe": Shape("qwen3moe", 5, 2048, 768, 32, 4, 128, 151936, 40960, 1000000.0, **MOE),
     # As ggml-org publishes it: experts in MXFP4, and all other matrices in Q8_0.
     "gpt-oss-20b": Shape("gpt-oss", 24, 2880, 2880, 64, 8, 64, 201088, 131072, 150000.0, **GPT_OSS),
-    # Four of its layers, with a smaller vocabulary.
-    "gpt-oss-mini": Shape("gpt-oss", 4, 2880, 2880, 64, 8, 64, 49152, 131072, 150000.0, **GPT_OSS),
     "qwen3-8b": Shape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1000000.0, has_qk_norm=True),
 }
 

@@ -118,8 +118,7 @@ def _safetensors(path: Path, checkpoint: CheckpointFiles, scheme: Scheme | None)
             count, stored = torch.Size(entry.shape).numel(), reader.quantised(entry.name)
             if stored is None or not stored.device_kind:
                 # A parameter of several matrices is read as float32.
-                dimensions = 2 if len(entry.shape) == 2 and not entry.name.endswith("_bias") else 1
-                yield _Stored(count, dimensions, entry.dtype, entry.num_bytes)
+                yield _Stored(count, 2 if entry.is_matrix else 1, entry.dtype, entry.num_bytes)
                 continue
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[stored.format]]
             arranged = arranged_bytes(stored.device_kind, count // stored.columns, stored.columns)

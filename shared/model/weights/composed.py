@@ -13,14 +13,23 @@ from shared.model.weights.stored import ALL_ROWS, Stored
 TURNS = (slice(0, None, 2), slice(1, None, 2))
 
 
-class Joined(Stored):
-    """Matrices [N_i, K] one below the other, as one parameter holds gate and up. They may differ in format."""
+class _Rows(Stored):
+    """The rows of matrices [N_i, K], which may differ in format."""
 
     def __init__(self, parts: Sequence[Stored]) -> None:
         self.parts = tuple(parts)
         formats = "+".join(dict.fromkeys(part.format for part in parts))
-        super().__init__(sum(p.rows for p in parts), parts[0].columns, formats)
+        super().__init__(sum(p.rows for p in parts), parts[0].columns, formats, transposed=parts[0].transposed)
         self.dtype, self.device, self.device_kind = parts[0].dtype, parts[0].device, _one_kind(parts)
+
+    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
+        # Dequantised numbers fit the dtype they come from.
+        dtype = getattr(torch, self.format, torch.float32)
+        return ops.pack_linear(self.dequantised_rows()[rows].to(dtype))
+
+
+class Joined(_Rows):
+    """Matrices one below the other, as one parameter holds gate and up. Blocks of quants cannot be made again."""
 
     def dequantised_rows(self) -> Tensor:
         return torch.cat([part.dequantised_rows() for part in self.parts])
@@ -28,22 +37,14 @@ class Joined(Stored):
     def rounded(self) -> Tensor:
         return torch.cat([part.rounded() for part in self.parts])
 
-    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        # Dequantised numbers fit the dtype they come from. Blocks of quants cannot be made again.
-        dtype = getattr(torch, self.format, torch.float32)
-        return ops.pack_linear(self.dequantised_rows()[rows].to(dtype))
 
-
-class InTurn(Stored):
-    """Two matrices [N, K], whose rows follow each other in turn, as gpt-oss has gate and up: [2 N, K]. It is packed
-    in float32 if they differ in format. `name` and `matrices`: where it is kept while loading once it is packed."""
+class InTurn(_Rows):
+    """Two matrices [N, K], whose rows follow each other in turn, as gpt-oss has gate and up: [2 N, K]. `name` and
+    `matrices`: where it is kept while loading once it is packed."""
 
     def __init__(self, parts: Sequence[Stored], name: str = "", matrices: PackedMatrices | None = None) -> None:
-        first, second = self.parts = tuple(parts)
+        super().__init__(parts)
         self._name, self._matrices = name, matrices or PackedMatrices()
-        form = first.format if first.format == second.format else f"{first.format}+{second.format}"
-        super().__init__(2 * first.rows, first.columns, form, transposed=first.transposed)
-        self.device_kind = first.device_kind if first.format == second.format else ""
 
     def dequantised_rows(self) -> Tensor:
         return _in_turn([part.dequantised_rows() for part in self.parts])
@@ -52,8 +53,7 @@ class InTurn(Stored):
         return _in_turn([part.device_blocks() for part in self.parts])
 
     def rounded(self) -> Tensor:
-        across = int(self.transposed)
-        return torch.stack([part.rounded() for part in self.parts], 1 + across).flatten(across, 1 + across)
+        return _in_turn([part.rounded() for part in self.parts], int(self.transposed))
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         return self._matrices.get(f"{self._name}:{rows}", lambda: self._packed(rows))
@@ -61,7 +61,7 @@ class InTurn(Stored):
     def _packed(self, rows: slice) -> Tensor:
         if self.device_kind:
             return ops.pack_blocks(self.device_blocks()[rows].contiguous(), self.format, self.columns)
-        return ops.pack_linear(self.dequantised_rows()[rows].to(getattr(torch, self.format, torch.float32)))
+        return super().pack(rows)
 
 
 class Stacked(Stored):
@@ -107,5 +107,5 @@ def _one_kind(parts: Sequence[Stored]) -> str:
     return kinds.pop() if len(kinds) == 1 else ""
 
 
-def _in_turn(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack([*parts], 1).flatten(0, 1)
+def _in_turn(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return torch.stack([*parts], dim + 1).flatten(dim, dim + 1)

@@ -161,9 +161,8 @@ class GgufModel:
         the model."""
         parsed = self._run(return_tensors=False)
         config: dict[str, Any] = parsed["config"]
+        config.pop("rope_scaling", None)  # what transformers makes of it for some families lacks a part
         complete_config(config, self.contents)
-        if self.contents.architecture == "gpt-oss":  # what transformers makes of it lacks what all files leave out
-            config.pop("rope_scaling", None)
         if config.keys().isdisjoint(("rope_scaling", "rope_parameters")):
             scaling = rope_scaling(self.contents, self._weights)
             config |= {"rope_scaling": scaling} if scaling else {}
@@ -171,6 +170,7 @@ class GgufModel:
 
     def load(self, model_to_load: Any = None, torch_dtype: torch.dtype | None = None) -> Any:
         """What `load_gguf_checkpoint` returns with `return_tensors`, with lazy weights among the tensors."""
+        self._check_halves()
         try:
             return self._load(model_to_load, torch_dtype)
         except (NeapError, OSError, MemoryError):
@@ -189,7 +189,6 @@ class GgufModel:
                     raise corrupt(Path(self._path), f"it has {name!r} without a {beside!r} of the same shape")
 
     def _load(self, model_to_load: Any, torch_dtype: torch.dtype | None) -> Any:
-        self._check_halves()
         while True:
             parsed = self._run(return_tensors=True, model_to_load=model_to_load)
             if left_out := self._left_out - ROPE_TENSORS:

@@ -43,7 +43,21 @@ class Groups(Scheme):
     parts, suffix = (".qweight", ".qzeros", ".scales", ".g_idx"), ".weight"
 
     def shape_of(self, name: str, places: Mapping[str, Place]) -> tuple[int, int]:
-        return shape_of(name, places, self)
+        """N and K."""
+        path, in_word = places["qweight"].file.path, 32 // self.bits
+        for part, dtypes in {"qweight": (torch.int32,), "qzeros": (torch.int32,), "scales": _SCALES}.items():
+            if part not in places or len(places[part].shape) != 2 or places[part].dtype not in dtypes:
+                raise corrupt(path, f"it has no {part} of {name!r}, or one of another shape or dtype")
+        (first, _), (num_groups, rows) = places["qweight"].shape, places["scales"].shape
+        columns = first if self.is_awq else first * in_word
+        wanted: dict[str, tuple[int, ...]] = {"qweight": (columns, rows // in_word) if self.is_awq else (first, rows)}
+        wanted |= {"qzeros": (num_groups, rows // in_word)}
+        wanted |= {"g_idx": (columns,)} if "g_idx" in places else {}
+        fits = rows > 0 and columns > 0 and rows % in_word == 0
+        fits = fits and num_groups == (1 if self.group == -1 else -(-columns // self.group))
+        if not fits or any(tuple(places[part].shape) != shape for part, shape in wanted.items()):
+            raise corrupt(path, f"the tensors of {name!r} do not fit each other")
+        return rows, columns
 
     def stored(
         self, name: str, places: Mapping[str, Place], target_dtype: torch.dtype | None, matrices: PackedMatrices | None
@@ -68,11 +82,11 @@ def scheme_of(config: PreTrainedConfig) -> Groups | None:
 
 
 _WORDS = (None, "int32", torch.int32)
+_SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Grouped(Stored):
-    """A matrix [N, K] in such tensors. `kind`: of GGUF's blocks that hold it. `why_wide`: why it is kept in 16 bits
-    instead of these; empty if it is not.
+    """A matrix [N, K] in such tensors.
 
     `target_dtype` and `matrices` as of `Plain`. Raises `Corrupt` for tensors that contradict each other.
     """
@@ -86,7 +100,7 @@ class Grouped(Stored):
         target_dtype: torch.dtype | None = None,
         matrices: PackedMatrices | None = None,
     ) -> None:
-        rows, columns = shape_of(name, places, scheme)
+        rows, columns = scheme.shape_of(name, places)
         self._scheme, self._places, self._matrices = scheme, places, matrices or PackedMatrices()
         self._group = columns if scheme.group == -1 else scheme.group
         zeros = self._zeros()
@@ -98,7 +112,6 @@ class Grouped(Stored):
             in_order = torch.equal(own, torch.arange(columns) // self._group)
             self._of_column = None if in_order else own
         middle = 1 << (scheme.bits - 1)
-        self.why_wide = ""
         if self._of_column is not None:
             self.why_wide = "its groups are not in the order of its columns (desc_act)"
         elif columns % BLOCK or self._group % BLOCK:
@@ -107,12 +120,12 @@ class Grouped(Stored):
             self.why_wide = "no block has 8 bits and a zero"
         elif not torch.equal(scales.half().to(scales.dtype), scales):
             self.why_wide = "its scales are no float16"
-        self.kind = "Q8_0" if scheme.bits == 8 else "Q4_0" if bool((zeros == middle).all()) else "Q5_0"
+        kind = "Q8_0" if scheme.bits == 8 else "Q4_0" if bool((zeros == middle).all()) else "Q5_0"
         self._wide = target_dtype or (scales.dtype if self.why_wide else None)
-        super().__init__(rows, columns, dtype_name(self._wide) if self._wide else self.kind)
+        super().__init__(rows, columns, dtype_name(self._wide) if self._wide else kind)
         if not self._wide:
             span = next(span for span in SPANS if self._group % span == columns % span == 0)
-            self.device_kind = self.kind if scheme.bits == 8 else f"W4_{span}"
+            self.device_kind = kind if scheme.bits == 8 else f"W4_{span}"
 
     def numbers(self) -> Tensor:
         """float32 [N, K]."""
@@ -201,24 +214,3 @@ class Grouped(Stored):
             return eight
         four = torch.stack([eight & 15, eight >> 4], -1).flatten(-2)
         return four[..., torch.tensor(AWQ_ORDER).argsort()] if self._scheme.is_awq else four
-
-
-def shape_of(name: str, places: Mapping[str, Place], scheme: Groups) -> tuple[int, int]:
-    """N and K. Raises `Corrupt`."""
-    path, in_word = places["qweight"].file.path, 32 // scheme.bits
-    for part, dtypes in {"qweight": (torch.int32,), "qzeros": (torch.int32,), "scales": _SCALES}.items():
-        if part not in places or len(places[part].shape) != 2 or places[part].dtype not in dtypes:
-            raise corrupt(path, f"it has no {part} of {name!r}, or one of another shape or dtype")
-    (first, _), (num_groups, rows) = places["qweight"].shape, places["scales"].shape
-    columns = first if scheme.is_awq else first * in_word
-    wanted: dict[str, tuple[int, ...]] = {"qweight": (columns, rows // in_word) if scheme.is_awq else (first, rows)}
-    wanted |= {"qzeros": (num_groups, rows // in_word)}
-    wanted |= {"g_idx": (columns,)} if "g_idx" in places else {}
-    fits = rows > 0 and columns > 0 and rows % in_word == 0
-    fits = fits and num_groups == (1 if scheme.group == -1 else -(-columns // scheme.group))
-    if not fits or any(tuple(places[part].shape) != shape for part, shape in wanted.items()):
-        raise corrupt(path, f"the tensors of {name!r} do not fit each other")
-    return rows, columns
-
-
-_SCALES = (torch.float16, torch.bfloat16, torch.float32)

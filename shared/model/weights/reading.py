@@ -62,6 +62,11 @@ class TensorEntry:
     offset: int
     num_bytes: int
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is one matrix. Biases of experts have a row for each."""
+        return len(self.shape) == 2 and not self.name.endswith("_bias")
+
 
 def read_entries(file: StableFile) -> dict[str, TensorEntry]:
     """The tensors of the file by name. Raises `Corrupt` if it is cut or its table contradicts itself."""
@@ -268,9 +273,9 @@ class SafetensorsReader:
                 self._checkpoint.dequantised[name] = quantised.why_wide
             return LazyWeight(quantised)
         shape = entry.shape
-        is_lazy = self._lazy and not name.endswith("_bias")  # of experts
-        if is_lazy and len(shape) == 2 and entry.num_bytes and entry.dtype in LAZY_DTYPES:
-            checkpoint, place = self._checkpoint, (self._file, entry.offset, shape, entry.dtype)
+        if self._lazy and entry.is_matrix and entry.num_bytes and entry.dtype in LAZY_DTYPES:
+            rows, columns = shape
+            checkpoint, place = self._checkpoint, (self._file, entry.offset, (rows, columns), entry.dtype)
             return LazyWeight(Plain(*place, target_dtype=checkpoint.dtype, matrices=checkpoint.matrices))
         data = self._file.read(entry.offset, entry.num_bytes)
         return data.view(entry.dtype).view(shape)
