@@ -52,7 +52,7 @@ from neap_engine.version import installed_version
 from shared.errors import InvalidInput, NeapError, Unavailable
 from shared.gateway_settings import GatewaySettings
 from shared.rpc.tracing import end_http_span, trace_id_of
-from shared.shares import Shares
+from shared.shares import Hold, Shares
 
 HEALTH_TIMEOUT_S = 2.0
 # What a number in a list takes, with its digits.
@@ -210,7 +210,8 @@ class Gateway:
             request = await self._parser.parse(client, body, parse)
             request.model_id = request.model_id or await self._only_model(metadata)
             response = await self._workers.tokenize(request, metadata=metadata)
-            hold_bytes(len(body) + TOKEN_BYTES * len(response.token_ids) + 2 * response.ByteSize())
+            num_bytes = TOKEN_BYTES * len(response.token_ids) + 2 * response.ByteSize()
+            hold_bytes(len(body) + num_bytes, goes_on=True)
             await exchange.respond_in_parts(200, [await asyncio.to_thread(lambda: as_json(answer(response)))])
 
     async def _only_model(self, metadata: Metadata) -> str:
@@ -260,7 +261,7 @@ class Gateway:
         generation: RequestedGeneration,
         caller: Metadata,
         started_s: float,
-        hold_bytes: Callable[[int], None],
+        hold_bytes: Hold,
     ) -> None:
         calls = generation.calls()
         exchange.log_fields.update(generation.log_fields, model_id=generation.model[:128])
@@ -295,7 +296,7 @@ class Gateway:
                     num_bytes += choice.num_bytes
                     if num_bytes:
                         self._check_answer(num_bytes)
-                        hold_bytes(generation.num_bytes + num_bytes)
+                        hold_bytes(generation.num_bytes + num_bytes, goes_on=True)
                     if generation.is_stream:
                         if not exchange.status:
                             await exchange.start_stream(response.error_event)

@@ -14,6 +14,7 @@ from neap_engine.gateway.errors import refused
 from neap_engine.gateway.schema import STORED, members, suggestion
 from shared.blocking import BlockingPool
 from shared.errors import Cancelled, InvalidInput, NeapError
+from shared.shares import Hold
 
 # Objects and lists. A chat of so many messages is beyond any context.
 MAX_CONTAINERS = 16_384
@@ -96,7 +97,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 async def read_body(
-    scope: Scope, receive: Receive, hold: Callable[[int], None], *, max_bytes: int, timeout_s: float
+    scope: Scope, receive: Receive, hold: Hold, *, max_bytes: int, timeout_s: float
 ) -> bytes:
     """Return the body. `hold` is told how many bytes have arrived, and may raise.
 

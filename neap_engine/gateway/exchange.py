@@ -17,6 +17,7 @@ from neap_engine.gateway.collected import as_json
 from neap_engine.gateway.errors import error_headers, error_object, http_status
 from shared.errors import Cancelled, Exhausted, NeapError, PermissionDenied, Unauthenticated, Unavailable
 from shared.rpc.tracing import start_http_span
+from shared.shares import Hold
 
 # Proxies end connections that bring nothing for a minute.
 KEEP_ALIVE_S = 15.0
@@ -61,7 +62,7 @@ class Exchange:
         client = self.scope.get("client")
         return str(client[0]) if client else ""
 
-    async def read_body(self, hold: Callable[[int], None], *, max_bytes: int) -> bytes:
+    async def read_body(self, hold: Hold, *, max_bytes: int) -> bytes:
         """See `neap_engine.gateway.body.read_body`."""
         timeout_s = self._request_timeout_s
         return await read_body(self.scope, self._receive, hold, max_bytes=max_bytes, timeout_s=timeout_s)

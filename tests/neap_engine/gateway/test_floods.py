@@ -197,6 +197,27 @@ def test_a_client_has_a_share_of_the_bytes_which_counts_a_prompt_for_each_choice
         wait_until(lambda: sample("neap_gateway_body_bytes") == 0)
 
 
+def test_a_body_that_arrives_does_not_end_the_same_clients_answer(secure, go_on):
+    worker, headers = secure
+    worker.worker.script = lambda request: [started(), until(go_on), chunk("a" * 1000), finished()]
+    content = {"messages": [{"role": "user", "content": "x" * 900_000}]}
+    with (
+        gateway_to(worker.target, body_budget_mb=8, max_body_mb=1) as gateway,
+        holding(gateway, headers["ann"], 1, n=4, **content) as of_ann,
+        connected(gateway) as connection,
+    ):
+
+        def num_bytes():
+            return gateway.metrics.registry.get_sample_value("neap_gateway_body_bytes")
+
+        wait_until(lambda: 3_600_000 < num_bytes() < 3_700_000)
+        # As much of another body as she may hold, but for a hundred bytes, which are fewer than the answer's.
+        connection.sendall(head(1_000_000, headers["ann"]) + b" " * ((4 << 20) - 100 - int(num_bytes())))
+        wait_until(lambda: num_bytes() == (4 << 20) - 100)
+        go_on.set()
+        assert of_ann[0].result() == (200, None)
+
+
 def scored_chunk(num_tokens):
     """A chunk whose tokens have twenty alternatives each."""
     others = [pb.Alternative(id=i, logprob=-i - 0.123456789, text=f"other {i}") for i in range(20)]
