@@ -195,8 +195,8 @@ STABLE_TORCH_LIBRARY(neap, m) {
       "SymInt experts_per_token=0, bool norm_shares=False, Tensor? query_scales=None) -> Tensor");
   m.def("expert_table(Tensor[] packed, Tensor? inner_bias=None, Tensor? bias=None) -> Tensor");
   m.def(
-      "choose_experts(Tensor x, Tensor router, SymInt num_experts, SymInt chosen, bool normed) -> (Tensor, Tensor, "
-      "Tensor)");
+      "choose_experts(Tensor x, Tensor router, SymInt num_experts, SymInt chosen, bool normed, Tensor? bias=None) -> "
+      "(Tensor, Tensor, Tensor)");
   m.def("experts(Tensor x, Tensor index, Tensor shares, Tensor table, str activation) -> Tensor");
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor block_tables, "

@@ -17,14 +17,15 @@ constexpr const char* kOp = "decoder_layers";
 enum Norm { kInputNorm, kMlpNorm, kQueryNorm, kKeyNorm, kAttendedNorm, kOutputNorm, kNorms };
 // Without keys, queries have all three. kInner is the experts' table and kUp their router.
 enum Product { kQueries, kKeys, kValues, kOut, kInner, kUp, kDown, kMatrices };
-constexpr size_t kBiases = kMatrices - 1;  // that of kUp follows kInner's
+// Those of kQueries to kOut have the products' numbers. kInnerBias: with that of kUp behind it, or the router's.
+enum Bias { kInnerBias = kInner, kDownBias, kSinks, kBiases };
 // Where head 0 of queries, keys and values is in the one projection of all three, and how far its heads are apart.
 constexpr size_t kPlaces = 6;
 
 // Adds the next `count` tokens of x, which belong to one sequence, at positions from `base` on: the slots of their keys
 // and values, and their attention problem.
 void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values, int64_t base, int64_t count,
-                  const Tensor* mask, double scaling, const std::optional<double>& softcap) {
+                  const Tensor* mask, double scaling, const std::optional<double>& softcap, const float* sinks) {
   const PlaceArgs& place = layer->place;
   const Dtype dtype = check_cache(kOp, keys, values, place.kv_heads, place.width, place.value_width, base, count);
   NEAP_CHECK(dtype == place.kv_dtype, kOp, ": the caches of several sequences are of different dtypes");
@@ -41,7 +42,7 @@ void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values
     });
   const Queries queries{.batch = 1, .heads = place.heads, .count = count};
   layer->problems.push_back(
-      attention_args(queries, keys, values, dtype, base + count, mask, mask == nullptr, scaling, softcap));
+      attention_args(queries, keys, values, dtype, base + count, mask, mask == nullptr, scaling, softcap, sinks));
 }
 
 // What all layers of a call have in common.
@@ -64,7 +65,16 @@ struct Call {
 };
 
 // The tensors of one layer. No biases means that there are none.
-struct LayerTensors { TensorTable norms, packed, biases; };
+struct LayerTensors {
+  TensorTable norms, packed, biases;
+
+  // Null if the layer has none, else contiguous [size].
+  const float* bias(size_t at, const char* name, int64_t size) const {
+    if (!biases.count || biases[at].numel() == 0) return nullptr;
+    check_vector(kOp, name, biases[at], size);
+    return floats(biases[at]);
+  }
+};
 
 // Part `index` of `all`, which holds the same number for each of `layers` layers.
 TensorTable part(const TensorTable& all, int64_t index, int64_t layers) {
@@ -95,10 +105,10 @@ Experts make_experts(const Call& call, const LayerTensors& t) {
   const ExpertTable& table = experts.table;
   NEAP_CHECK(table.width == width && table.intermediate == call.intermediate, kOp, ": experts have matrices [",
              table.intermediate, ", ", table.width, "], want [", call.intermediate, ", ", width, "]");
-  for (size_t at : {(size_t)kInner, kBiases - 1})
-    NEAP_CHECK(!t.biases.count || t.biases[at].numel() == 0, kOp, ": experts have no biases");
+  NEAP_CHECK(!t.biases.count || t.biases[kDownBias].numel() == 0, kOp, ": the biases of experts are in their table");
   check_chosen(kOp, call.experts_per_token, table.count);
-  experts.router = linear_args<TensorInfo>(kOp, "router", t.packed[kUp], nullptr, nullptr, tokens, width, table.count);
+  experts.router = linear_args<TensorInfo>(kOp, "router", t.packed[kUp], nullptr,
+                                           t.bias(kInnerBias, "router", table.count), tokens, width, table.count);
   experts.choice = {.experts = table.count, .chosen = call.experts_per_token, .normed = call.norm_shares};
   experts.sum = {.width = width, .chosen = call.experts_per_token};
   return experts;
@@ -139,10 +149,11 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
       check_vector(kOp, "a head norm", t.norms[norm], place.width);
       *weight = floats(t.norms[norm]);
     }
+  const float* sinks = t.bias(kSinks, "sinks", call.heads);
   for (size_t s = 0; s < call.keys.size(); ++s) {
     const bool masked = !call.masks.empty() && call.masks[s].numel() > 0;
     add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.counts[s],
-                 masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
+                 masked ? &call.masks[s] : nullptr, call.scaling, call.softcap, sinks);
   }
   place.slots = layer.slots.data();
 
@@ -168,10 +179,8 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
   place.q_head = places[1], place.k_head = places[3], place.v_head = places[5];
   const auto matmul = [&](const char* name, size_t at, const TensorInfo* up, size_t bias_at, int64_t in_features,
                           int64_t out_features, Activation activation = kIdentity) {
-    const TensorInfo* bias = t.biases.count && t.biases[bias_at].numel() ? &t.biases[bias_at] : nullptr;
-    if (bias) check_vector(kOp, name, *bias, (up ? 2 : 1) * out_features);
-    return linear_args(kOp, name, t.packed[at], up, bias ? floats(*bias) : nullptr, layer.tokens, in_features,
-                       out_features, activation);
+    return linear_args(kOp, name, t.packed[at], up, t.bias(bias_at, name, (up ? 2 : 1) * out_features), layer.tokens,
+                       in_features, out_features, activation);
   };
   for (size_t i = 0; i < parts.size(); ++i)
     layer.projections.push_back(matmul("a projection", kQueries + i, nullptr, i, width, parts[i]));
@@ -180,8 +189,8 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
   if (call.experts_per_token) {
     layer.experts = make_experts(call, t);
   } else {
-    layer.inner = matmul(up ? "gate" : "inner", kInner, up, kInner, width, call.intermediate, call.activation);
-    layer.down = matmul("down", kDown, nullptr, kBiases - 1, call.intermediate, width);
+    layer.inner = matmul(up ? "gate" : "inner", kInner, up, kInnerBias, width, call.intermediate, call.activation);
+    layer.down = matmul("down", kDown, nullptr, kDownBias, call.intermediate, width);
   }
   layer.down.out = result;
   if (has(kAttendedNorm)) {
@@ -241,7 +250,7 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
                  (biases.count == 0 || biases.count == kBiases * layers) &&
                  (places.empty() || places.size() == kPlaces),
              kOp, ": ", norms.count, " norms, ", packed.count, " matrices, ", biases.count, " biases and ",
-             places.size(), " places for ", layers, " layers, want 6, 7, 6 or 0 each, and 6 or 0 places");
+             places.size(), " places for ", layers, " layers, want 6, 7, 7 or 0 each, and 6 or 0 places");
   stops.push_back(num_layers);
   for (size_t i = 0; i < stops.size(); ++i)
     NEAP_CHECK(stops[i] > (i ? stops[i - 1] : 0) && stops[i] <= num_layers, kOp, ": stop ", stops[i],

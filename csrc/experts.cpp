@@ -208,12 +208,14 @@ void Experts::run(Team& team) const {
 }
 
 std::tuple<Tensor, Tensor, Tensor> choose_experts(Tensor x, Tensor router, int64_t num_experts, int64_t chosen,
-                                                  bool normed) {
+                                                  bool normed, std::optional<Tensor> bias) {
   constexpr const char* kOp = "choose_experts";
   check_float(kOp, "x", x, 2);
   check_chosen(kOp, chosen, num_experts);
   const int64_t tokens = x.size(0);
-  LinearArgs args = linear_args<Tensor>(kOp, "router", router, nullptr, nullptr, tokens, x.size(1), num_experts);
+  if (bias) check_vector(kOp, "bias", *bias, num_experts);
+  LinearArgs args = linear_args<Tensor>(kOp, "router", router, nullptr, bias ? floats(*bias) : nullptr, tokens,
+                                        x.size(1), num_experts);
   if (!x.is_contiguous()) x = torch::stable::contiguous(x);
   Tensor logits = empty({tokens, num_experts}), shares = empty({tokens, chosen}),
          index = empty({tokens, chosen}, aoti_torch_dtype_int64());

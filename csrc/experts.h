@@ -60,7 +60,7 @@ void check_chosen(const char* op, int64_t chosen, int64_t count);
 // experts.cpp
 Tensor expert_table(std::vector<Tensor> packed, std::optional<Tensor> inner_bias, std::optional<Tensor> bias);
 std::tuple<Tensor, Tensor, Tensor> choose_experts(Tensor x, Tensor router, int64_t num_experts, int64_t chosen,
-                                                  bool normed);
+                                                  bool normed, std::optional<Tensor> bias);
 Tensor experts(Tensor x, Tensor index, Tensor shares, Tensor table, std::string activation);
 
 }  // namespace neap::binding

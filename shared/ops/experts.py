@@ -18,15 +18,16 @@ def expert_table(packed: Sequence[Tensor], inner_bias: Tensor | None = None, bia
 
 
 def choose_experts(
-    x: Tensor, router: Tensor, num_experts: int, chosen: int, normed: bool
+    x: Tensor, router: Tensor, num_experts: int, chosen: int, normed: bool, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The router's logits [T, E] of tokens x [T, D] float32, the shares of each token's `chosen` experts [T, chosen],
     and their numbers, int64: those of the largest logits, the largest one first. `router`: a packed matrix [E, D].
+    `bias` [E]: added to its products.
 
     Shares are the softmax of all logits; if `normed`, divided by the sum of those chosen.
     """
     begin_call(x)
-    logits, shares, index = torch.ops.neap.choose_experts.default(x, router, num_experts, chosen, normed)
+    logits, shares, index = torch.ops.neap.choose_experts.default(x, router, num_experts, chosen, normed, bias)
     return logits, shares, index
 
 

@@ -85,7 +85,7 @@ def _decoder_layers(
 
 
 def _choose_experts(
-    x: Tensor, router: Tensor, num_experts: int, chosen: int, normed: bool
+    x: Tensor, router: Tensor, num_experts: int, chosen: int, normed: bool, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     shares = x.new_empty(x.shape[0], chosen)
     return x.new_empty(x.shape[0], num_experts), shares, shares.new_empty(shares.shape, dtype=torch.int64)

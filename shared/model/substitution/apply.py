@@ -189,7 +189,7 @@ def _substitute_modules(run: Substitutions) -> None:
             run.attempt("norm", name, module, norm)
         elif any(p.dim() > 2 for p in module.parameters(recurse=False)):
             run.attempt("experts", name, module, experts)
-        elif not isinstance(module, nn.Embedding) and [p.dim() for p in module.parameters()] == [2]:
+        elif not isinstance(module, nn.Embedding) and [p.dim() for p in module.parameters()] in ([2], [2, 1]):
             run.attempt("router", name, module, router)
             run.left_alone.pop(name, None)  # it may be anything
     replaced = {name for name, module in modules if module in run.substitutes}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from shared import ops
 from shared.model.cache import refuse_if_out_of_memory
-from shared.model.substitution.linear import INPUT_ROWS, own_matrix, pack_matrix
+from shared.model.substitution.linear import INPUT_ROWS, own_bias, own_matrix, pack_matrix
 from shared.model.substitution.match import (
     ROUNDINGS,
     TOLERANCE,
@@ -234,16 +234,16 @@ def _compare(forward: Any, module: nn.Module, num_experts: int, width: int) -> N
 
 
 def router(module: nn.Module, *, form: object | None = None) -> Substitute:
-    """A module that chooses experts by a matrix [E, D]: tokens [..., D] -> logits, shares and numbers, as
-    `shared.ops.experts.choose_experts` gives them. `form`: how many it chooses and whether shares are normed."""
+    """A module that chooses experts by a matrix [E, D] and a bias [E], if it has one: tokens [..., D] -> logits, shares
+    and numbers, as `shared.ops.experts.choose_experts` gives them. `form`: how many it chooses and whether shares are normed."""
     weight = pack_matrix(own_matrix(module))
-    packed, num_experts, width = weight.packed, weight.rows, weight.columns
+    packed, num_experts, width, bias = weight.packed, weight.rows, weight.columns, own_bias(module)
 
     def substitute(chosen: int, normed: bool) -> Substitute:
         def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return choose_experts(hidden_states.reshape(-1, width), packed, num_experts, chosen, normed)
+            return choose_experts(hidden_states.reshape(-1, width), packed, num_experts, chosen, normed, bias)
 
-        recipe = Router(packed, chosen, normed)
+        recipe = Router(packed, chosen, normed, bias)
         return Substitute(forward, recipe, (chosen, normed), ((module, "weight"),), (weight,))
 
     if isinstance(form, tuple):

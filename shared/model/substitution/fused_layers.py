@@ -19,6 +19,7 @@ from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.plan import plan
 from shared.model.substitution.reversible import Substitutions
 from shared.model.substitution.trace import Call, by_name, watch
+from shared.model.weights.lazy import lazy
 
 # Tokens per pass of the comparison: a prompt, one token, several tokens, each after the tokens of the passes before.
 PASSES = (5, 1, 3)
@@ -71,10 +72,11 @@ def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype, pr
 
 
 def _is_of(layer: nn.Module, fused: FusedLayer, run: Substitutions) -> bool:
-    """Whether what an op reads is what the layer's modules have packed."""
+    """Whether what an op reads is what the layer's modules have packed, or a vector that is a parameter of theirs."""
     assert fused.plan is not None
     recipes = (run.substitutes[module].recipe for module in layer.modules() if module in run.substitutes)
     own = {tensor.data_ptr() for recipe in recipes for tensor in _tensors(recipe)}
+    own |= {vector.data_ptr() for vector in layer.parameters() if vector.dim() == 1 and lazy(vector) is None}
     weights = fused.plan.weights
     read = (*weights.norms, *weights.packed, *weights.biases)
     return all(not tensor.numel() or tensor.data_ptr() in own for tensor in read)

@@ -75,6 +75,7 @@ class Router:
     packed: Tensor
     chosen: int
     normed: bool
+    bias: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -31,19 +31,22 @@ class FusedCache(Protocol):
 @dataclass(frozen=True)
 class LayerPlan:
     """The weights of consecutive layers, their numbers, and the form of their keys and values [*, Hkv, *, Dh] for the
-    cache. `rotates`: whether queries and keys are rotated. `query_scales`: what multiplies the rotated queries."""
+    cache. `rotates`: whether queries and keys are rotated; `doubles_angles`: by angles that are given once for both
+    halves of a head. `query_scales`: what multiplies the rotated queries."""
 
     weights: LayerWeights
     indices: tuple[int, ...]
     keys_like: Tensor
     values_like: Tensor
     rotates: bool
+    doubles_angles: bool
     query_scales: OfPositions | None = None
 
     @property
     def form(self) -> tuple[object, ...]:
         """What plans must have in common to be stacked."""
-        return self.weights.form, self.keys_like.shape, self.values_like.shape, self.rotates, self.query_scales
+        shapes = self.keys_like.shape, self.values_like.shape
+        return self.weights.form, *shapes, self.rotates, self.doubles_angles, self.query_scales
 
     def run(
         self,
@@ -61,6 +64,8 @@ class LayerPlan:
             keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
         if angles is None or not self.rotates:
             angles = hidden[:1, :, :0], hidden[:1, :, :0]
+        elif self.doubles_angles:
+            angles = angles[0].repeat(1, 1, 2), angles[1].repeat(1, 1, 2)
         kv = cache.layers_kv(keys, values, self.indices)
         more: dict[str, Tensor] = {}
         if self.query_scales is not None:
@@ -110,7 +115,7 @@ def plan(layer: nn.Module, trace: Trace) -> LayerPlan:
     projections = [event.what for event in made if isinstance(event.what, PackedLinear)]
     absent: list[PackedLinear | None] = [None] * (3 - len(projections))
     linears, mlp = [*projections, *absent, rest.out], rest.mlp
-    biases = [*(None if linear is None else linear.bias for linear in linears), mlp.bias, mlp.down.bias]
+    biases = [*(None if linear is None else linear.bias for linear in linears), mlp.bias, mlp.down.bias, attention.sinks]
     packed = [*(None if linear is None else linear.packed for linear in linears), mlp.gate, mlp.up, mlp.down.packed]
     weights = LayerWeights(
         _filled([None if norm is None else norm.weight for norm in recipes]),
@@ -135,7 +140,9 @@ def plan(layer: nn.Module, trace: Trace) -> LayerPlan:
     keys, values = (
         torch.empty(1, attention.num_kv_heads, 0, width) for width in (attention.width, attention.value_width)
     )
-    return LayerPlan(weights, (numbers[0],), keys, values, trace.rotates, *trace.query_scales.values())
+    return LayerPlan(
+        *(weights, (numbers[0],), keys, values, trace.rotates, trace.doubles_angles), *trace.query_scales.values()
+    )
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,7 @@ def _rest(after: Sequence[Event], of_state: dict[int, Event]) -> _Rest:
         case [PackedLinear() as inner, Activation() as act, PackedLinear() as down]:
             mlp = GatedMlp(inner.packed, _NOTHING, inner.out_features, act.name, inner.bias, down)
         case [Router() as chosen, Experts(table=Tensor() as table, width=width, activation=name)]:
-            mlp = GatedMlp(table, chosen.packed, width, name, None, PackedLinear(_NOTHING, 0, None))
+            mlp = GatedMlp(table, chosen.packed, width, name, chosen.bias, PackedLinear(_NOTHING, 0, None))
         case _:
             out = None
     if out is None or before_mlp is None or not isinstance(out.what, PackedLinear):

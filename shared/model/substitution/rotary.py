@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared import ops
 from shared.model.cache import refuse_if_out_of_memory
 from shared.model.substitution.match import Unsuitable, random_input
 
@@ -40,9 +39,9 @@ def acquire(file: str) -> None:
         with _lock:
             if file not in _originals:
                 original = getattr(sys.modules[file], FUNCTION)
-                _check_same_bits(original)
+                forms = _forms(original)
                 _originals[file] = original
-                setattr(sys.modules[file], FUNCTION, _with_kernel(original, _is_partial(original)))
+                setattr(sys.modules[file], FUNCTION, _with_kernel(original, forms))
             _users[file] = _users.get(file, 0) + 1
     finally:
         _settle()
@@ -81,48 +80,63 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def _with_kernel(original: _Rotary, is_partial: bool) -> _Rotary:
-    op = torch.ops.neap.rotary.default
-
+def _with_kernel(original: _Rotary, forms: tuple[_Rotary, ...]) -> _Rotary:
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if len(args) == 4 and not kwargs and _fits(*args):
-            if args[2].shape[-1] == args[0].shape[-1]:
-                rotated: tuple[Tensor, Tensor] = op(*args)
-                return rotated
-            if is_partial:
+            width, num_angles = args[0].shape[-1], args[2].shape[-1]
+            if num_angles == width and _rotate in forms:
+                return _rotate(*args)
+            if 2 * num_angles == width and _rotate_by_half in forms:
+                return _rotate_by_half(*args)
+            if num_angles < width and _rotate_first in forms:
                 return _rotate_first(*args)
         return original(*args, **kwargs)
 
     return apply_rotary_pos_emb
 
 
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates by an angle for each number of a head."""
+    rotated: tuple[Tensor, Tensor] = torch.ops.neap.rotary.default(q, k, cos, sin)
+    return rotated
+
+
+def _rotate_by_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates by as many angles as a head has pairs of numbers."""
+    return _rotate(q, k, torch.cat([cos, cos], -1), torch.cat([sin, sin], -1))
+
+
 def _rotate_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates as many numbers of each head as there are angles, and keeps the others."""
     width = cos.shape[-1]
-    first_q, first_k = torch.ops.neap.rotary.default(q[..., :width], k[..., :width], cos, sin)
+    first_q, first_k = _rotate(q[..., :width], k[..., :width], cos, sin)
     return torch.cat([first_q, q[..., width:]], -1), torch.cat([first_k, k[..., width:]], -1)
 
 
-def _is_partial(original: _Rotary) -> bool:
-    """Whether `original` does that, bit for bit, where there are fewer angles."""
-    q, k = random_input(2, 5, 4, 16).transpose(1, 2), random_input(2, 5, 2, 16).transpose(1, 2)
-    cos, sin = random_input(2, 2, 5, 6).unbind()
+# What each form is tried with: batch, heads of queries and of keys, tokens, numbers of a head and angles.
+_TRIED = {
+    _rotate: ((1, 4, 2, 1, 64, 64), (2, 3, 3, 5, 12, 12)),
+    _rotate_by_half: ((1, 4, 2, 1, 64, 32), (2, 3, 3, 5, 12, 6)),
+    _rotate_first: ((1, 4, 2, 1, 64, 16), (2, 4, 2, 5, 16, 6)),
+}
+
+
+def _forms(original: _Rotary) -> tuple[_Rotary, ...]:
+    """Those that `original` computes, bit for bit. Raises `Unsuitable` if it is none."""
+    forms = tuple(form for form, sizes in _TRIED.items() if all(_has_same_bits(original, form, *each) for each in sizes))
+    if not forms:
+        raise Unsuitable("is not the half-rotation, bit for bit")
+    return forms
+
+
+def _has_same_bits(
+    original: _Rotary, form: _Rotary, batch: int, heads: int, kv_heads: int, length: int, width: int, num_angles: int
+) -> bool:
+    q = random_input(batch, length, heads, width).transpose(1, 2)
+    k = random_input(batch, length, kv_heads, width).transpose(1, 2)
+    cos, sin = random_input(2, batch, length, num_angles).unbind()
     try:
-        return all(map(torch.equal, _rotate_first(q, k, cos, sin), original(q, k, cos, sin)))
-    except RuntimeError as error:
+        return all(map(torch.equal, form(q, k, cos, sin), original(q, k, cos, sin)))
+    except Exception as error:
         refuse_if_out_of_memory(error)
         return False
-
-
-def _check_same_bits(original: _Rotary) -> None:
-    for batch, heads, kv_heads, length, width in ((1, 4, 2, 1, 64), (2, 3, 3, 5, 12)):
-        q = random_input(batch, length, heads, width).transpose(1, 2)
-        k = random_input(batch, length, kv_heads, width).transpose(1, 2)
-        cos, sin = random_input(2, batch, length, width).unbind()
-        try:
-            expected = original(q, k, cos, sin)
-        except Exception as error:
-            refuse_if_out_of_memory(error)
-            raise Unsuitable(f"takes other arguments: {type(error).__name__}") from error
-        if not all(map(torch.equal, ops.rotary(q, k, cos, sin), expected)):
-            raise Unsuitable("is not the half-rotation, bit for bit")

@@ -76,6 +76,7 @@ class Attention:
     value_width: int
     scaling: float
     softcap: float | None
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,11 @@ class Trace(TorchDispatchMode):
     """What a layer does within it: `state`, the address of what it reads; `events`, in order; `others`, the names of
     operations that are neither ours nor moves; `scaled`, the addresses of tensors that were multiplied by a number;
     `query_scales`, tensors made of positions by the address of what they were multiplied to make; `views` of queries,
-    keys and values before rotation; `rotates`, whether there was one.
+    keys and values before rotation; `rotates`, whether there was one; `doubles_angles`, whether it had each of the
+    layer's angles twice.
     """
 
-    def __init__(self, state: Tensor, positions: object = None) -> None:
+    def __init__(self, state: Tensor, positions: object = None, num_angles: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.state = state.data_ptr()
         self.events: list[Event] = []
@@ -102,7 +104,8 @@ class Trace(TorchDispatchMode):
         self.scaled: list[tuple[int, float]] = []
         self.query_scales: dict[int, OfPositions] = {}
         self.views: dict[str, _View] = {}
-        self.rotates = False
+        self.rotates = self.doubles_angles = False
+        self._num_angles = num_angles
         self._kept: list[Any] = [state]  # so that addresses stay those of one tensor
         self._of_positions: dict[int, OfPositions] = {id(positions): OfPositions()}
 
@@ -129,7 +132,7 @@ class Trace(TorchDispatchMode):
             return out
         if name == "rotary":
             self.see(q=args[0], k=args[1])
-            self.rotates = True
+            self.rotates, self.doubles_angles = True, args[2].shape[-1] == 2 * self._num_angles
         elif func.namespace != "neap" and name not in MOVES:
             if name == "mul" and isinstance(args[1], float):
                 self.scaled.append((args[0].data_ptr(), args[1]))
@@ -146,10 +149,12 @@ def _frozen(argument: Any) -> Any:
 
 
 def watch(layer: nn.Module, substitutes: Mapping[nn.Module, Substitute], call: Call) -> Trace:
-    """What `layer` runs in `call`. Raises `Unsuitable` if the layer returns a tuple or attends with sinks."""
+    """What `layer` runs in `call`. Raises `Unsuitable` if the layer returns a tuple."""
     args, kwargs = call
     state, inside = args[0] if args else kwargs["hidden_states"], set(layer.modules())
-    trace = Trace(state, kwargs.get("position_ids"))
+    angles = kwargs.get("position_embeddings")
+    num_angles = angles[0].shape[-1] if type(angles) is tuple and angles else 0
+    trace = Trace(state, kwargs.get("position_ids"), num_angles)
     cache = cache_among(kwargs)
 
     def note(what: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,13 +167,11 @@ def watch(layer: nn.Module, substitutes: Mapping[nn.Module, Substitute], call: C
 
     def see(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> None:
         if module in inside:
-            if kwargs.get("s_aux") is not None:
-                raise Unsuitable("its attention has sinks")
             scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
             scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
             sizes = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
             trace.see(q=query)
-            trace.add(Attention(*sizes, scaling, softcap), query, None)
+            trace.add(Attention(*sizes, scaling, softcap, kwargs.get("s_aux")), query, None)
 
     def write(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
         trace.see(k=keys, v=values)

@@ -65,17 +65,19 @@ def test_experts_have_the_bits_of_single_products(isa: str, kind: Kind, rounded:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("count", "chosen"), [(1, 1), (3, 3), (21, 4), (128, 8)])
+@pytest.mark.parametrize(
+    ("count", "chosen", "biased"), [(1, 1, False), (3, 3, True), (21, 4, False), (32, 4, True), (128, 8, False)]
+)
 def test_choices_are_those_of_the_reference_alone_and_in_company(
-    isa: str, count: int, chosen: int, normed: bool
+    isa: str, count: int, chosen: int, biased: bool, normed: bool
 ) -> None:
     x, router = torch.randn(30, 48), torch.randn(count, 48)
-    packed = ops.pack_linear(router)
-    made = choose_experts(x, packed, count, chosen, normed)
-    for actual, expected in zip(made, reference.choose_experts(x, router, chosen, normed), strict=True):
+    packed, bias = ops.pack_linear(router), 3 * torch.randn(count) if biased else None
+    made = choose_experts(x, packed, count, chosen, normed, bias)
+    for actual, expected in zip(made, reference.choose_experts(x, router, chosen, normed, bias), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     for token in (0, 29):
-        alone = choose_experts(x[token : token + 1], packed, count, chosen, normed)
+        alone = choose_experts(x[token : token + 1], packed, count, chosen, normed, bias)
         assert all(torch.equal(each[0], together[token]) for each, together in zip(alone, made, strict=True))
 
 

@@ -48,6 +48,7 @@ def layers(draw: st.DrawFn) -> dict:
         "query_scale": draw(st.sampled_from([1.0, 0.3])),
         "query_scales": draw(st.booleans()),
         "biased": draw(st.sampled_from(["all", "some", "no"])),
+        "sinks": draw(st.booleans()),
         "dtypes": draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=7)),
         "kv_dtype": draw(st.sampled_from(DTYPES)),
         "activation": draw(st.sampled_from(["silu", "gelu_tanh", "gelu", "relu"])),
@@ -81,13 +82,14 @@ def _weights(p: dict) -> LayerWeights:
     norms = [norm(*pair, width), norm(*pair, width, exists=p["mlp"] != "parallel, norm shared")]
     norms += [norm(p["head"], exists=p["head_norms"]) for _ in range(2)]
     norms += [norm(*pair, width, exists=exists) for exists in added]
+    if p["experts"]:
+        sizes[4:] = [p["experts"], 0]
+    sizes += [kv * p["group"] * p["sinks"]]
     biases = {
         "all": [torch.randn(size) for size in sizes],
         "some": [torch.randn(sizes[0]), *(NOTHING for _ in sizes[1:])],
         "no": [],
     }[p["biased"]]
-    if p["experts"] and biases:
-        biases[4:] = [NOTHING, NOTHING]
     # A row of a group's queries, its key and its value, as in GPT-NeoX, or all queries, all keys and all values.
     group = p["group"] * p["head"]
     places = (0, p["head"], group, group + p["head"] + p["value_head"], group + p["head"])
@@ -169,7 +171,7 @@ def _step_by_step(x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: Laye
         "activate": ops.activate,
         "rotary": ops.rotary,
         "ragged_contiguous_attention": ops.ragged_contiguous_attention,
-        "choose_experts": lambda x, m, chosen, normed: choose_experts(x, m, rows(m), chosen, normed),
+        "choose_experts": lambda x, m, chosen, normed, bias: choose_experts(x, m, rows(m), chosen, normed, bias),
         "experts": experts,
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -306,6 +308,7 @@ SMALL = {
     "query_scale": 1.0,
     "query_scales": False,
     "biased": "no",
+    "sinks": False,
     "dtypes": DTYPES[:1],
     "kv_dtype": torch.float32,
     "head_norms": False,
@@ -352,7 +355,9 @@ def test_no_tokens_are_no_work() -> None:
         ({"places": [0, 8, 32]}, "3 places for 1 layers"),
         ({"places": [0, 9, 0, 8, 0, 8]}, "heads of 8 from 0 on, 9 apart, exceed a projection of 32"),
         ({"places": [0, 8, 0, 8, -1, 8]}, "heads of 8 from -1 on"),
-        ({"biases": [torch.ones(3)] + [NOTHING] * 5}, "a projection must be contiguous"),
+        ({"biases": [torch.ones(3)] + [NOTHING] * 6}, "a projection must be contiguous"),
+        ({"biases": [NOTHING] * 6 + [torch.ones(3)]}, r"sinks must be contiguous with shape \[4\], got \[3\]"),
+        ({"biases": [NOTHING] * 6}, "7 matrices, 6 biases"),
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"eps": -1.0}, "eps is negative"),
         ({"kv": {"bases": [7]}}, "cannot take 2 tokens from position 7 on"),
@@ -383,7 +388,8 @@ def test_wrong_arguments_are_named(change: dict, message: str) -> None:
     [
         ({"experts_per_token": 4}, "4 of 3 experts cannot be chosen"),
         ({"intermediate": 17}, r"experts have matrices \[16, 12\], want \[17, 12\]"),
-        ({"biases": [NOTHING] * 5 + [torch.ones(12)]}, "experts have no biases"),
+        ({"biases": [NOTHING] * 5 + [torch.ones(12), NOTHING]}, "the biases of experts are in their table"),
+        ({"biases": [NOTHING] * 4 + [torch.ones(4), NOTHING, NOTHING]}, r"router must be contiguous with shape \[3\]"),
     ],
 )
 def test_wrong_experts_are_named(change: dict, message: str) -> None:

@@ -86,14 +86,14 @@ def _calls() -> dict[str, tuple]:
                     ops.pack_linear(torch.randn(12, 20)),
                 ]
             ),
-            table([torch.randn(32), *(torch.empty(0) for _ in range(3)), torch.randn(40), torch.randn(12)]),
+            table([torch.randn(32), *(torch.empty(0) for _ in range(3)), torch.randn(40), torch.randn(12), torch.randn(4)]),
             [table([torch.zeros(1, 2, 7, 8)]) for _ in range(2)],
             [table([torch.zeros(1, 2, 7, 8)]) for _ in range(2)],
             *([5, 0], [2, 1]),
             [torch.ones(1, 1, 2, 7, dtype=torch.bool), torch.empty(0, dtype=torch.bool)],
             *([], 1, 4, 20, "silu", 1e-5, 0.0, 0.3, None),
         ),
-        "choose_experts": (torch.randn(3, 12), packed, *(20, 2, True)),
+        "choose_experts": (torch.randn(3, 12), packed, *(20, 2, True), torch.randn(20)),
         "experts": (
             torch.randn(3, 12),
             *(torch.tensor([[1, 0], [0, 2], [1, 1]]), torch.rand(3, 2)),

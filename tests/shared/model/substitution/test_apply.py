@@ -247,16 +247,16 @@ def test_a_model_may_be_dropped_while_another_is_accelerated(monkeypatch):
     """The collector may run the finaliser of a dropped model inside the call that replaces the function of the next
     one."""
     own = [module.apply_rotary_pos_emb for module in (modeling_llama, modeling_mistral)]
-    check = rotary._check_same_bits
+    find = rotary._forms
     models = [build_family("llama")]
     accelerate(models[0])
 
-    def drop_and_check(function):
+    def drop_and_find(function):
         models.clear()
         gc.collect()
-        check(function)
+        return find(function)
 
-    monkeypatch.setattr(rotary, "_check_same_bits", drop_and_check)
+    monkeypatch.setattr(rotary, "_forms", drop_and_find)
     second = build_family("mistral")
     accelerating = threading.Thread(target=accelerate, args=(second,), daemon=True)
     accelerating.start()

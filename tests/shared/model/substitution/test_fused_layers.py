@@ -24,11 +24,8 @@ from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family, by_tier, l
 from tests.tiers import tiered
 
 FUSED = ["llama", "qwen2.5", "qwen3", "mistral-sliding", "phi3-sliding"]
-FUSED += ["gemma3-sliding", "gpt2", "opt", "gpt-neox", "phi2", "mixtral", "qwen3-moe", "ministral3"]
-LEFT_ALONE = {
-    "phimoe-longrope": "after attention runs PackedLinear, Norm, Experts, not",
-    "gpt-oss-sliding": "its attention has sinks",
-}
+FUSED += ["gemma3-sliding", "gpt2", "opt", "gpt-neox", "phi2", "mixtral", "qwen3-moe", "ministral3", "gpt-oss-sliding"]
+LEFT_ALONE = {"phimoe-longrope": "after attention runs PackedLinear, Norm, Experts, not"}
 
 
 @pytest.fixture
@@ -193,13 +190,16 @@ def test_what_has_no_effect_on_the_compared_tokens_is_seen():
     assert accelerate(model).left_alone == {"model.layers.2": "not one op: beside its modules runs clamp"}
 
 
-def test_sinks_are_seen_also_where_they_have_no_effect_on_the_compared_tokens():
+@pytest.mark.parametrize("are_parameters", [False, True])
+def test_sinks_are_seen_also_where_they_have_no_effect_on_the_compared_tokens(are_parameters):
     model, ids = build_family("llama"), _ids(1, 5)
     attended = model.model.layers[2].self_attn
     sinks = torch.full((4,), -1e4)
     attended.forward = partial(attended.forward, s_aux=sinks)
-    report = accelerate(model)
-    assert report.left_alone == {"model.layers.2": "not one op: its attention has sinks"}
+    if are_parameters:
+        attended.sinks = torch.nn.Parameter(sinks)
+    foreign = {"model.layers.2": "not one op: the op reads something else than its weights"}
+    assert accelerate(model).left_alone == ({} if are_parameters else foreign)
     before = model(input_ids=ids).logits
     sinks.fill_(1.0)
     assert not torch.equal(model(input_ids=ids).logits, before)
