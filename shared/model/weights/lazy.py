@@ -6,6 +6,7 @@ time. A look-up of rows, as in an embedding, reads only these. A matmul as in a 
 time.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shared.model.weights.composed import Joined, Stacked
-from shared.model.weights.stored import Stored
+from shared.model.weights.stored import Reader, Stored
 
 _POOL: ContextVar[ThreadPoolExecutor | None] = ContextVar("neap_parts", default=None)
 _ALIASES = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default])
@@ -99,16 +100,26 @@ def _by_parts(x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor |
     if stored is None or not stored.transposed or isinstance(x, LazyWeight) or turned.dim() != 2:
         return None
     rows = x.reshape(-1, x.shape[-1])
-    # The matrix as the left operand: else threads share the sums of a short product, and wait for each other.
+    with torch.inference_mode(False):  # so that other threads may write to it
+        # One tensor for all products: those that stay between parts keep the C library from using memory again, many of
+        # them where this thread is late to take them.
+        all_rows = rows.new_empty(stored.rows, len(rows))
+
+    def multiply(first: int, part: Tensor) -> None:
+        # The matrix as the left operand: else threads share the sums of a short product, and wait for each other.
+        torch.mm(part, rows.T, out=all_rows[first : first + len(part)])
+
+    def read_and_multiply(reader: Reader) -> None:
+        with torch.no_grad():
+            multiply(reader[0], reader[1]())
+
     if (pool := _POOL.get()) is not None:
-        products = pool.map(lambda read: read() @ rows.T, stored.row_readers())
+        deque(pool.map(read_and_multiply, stored.row_readers()), maxlen=0)
     else:
-        products = (part @ rows.T for part in stored.row_parts())
-    # One tensor from the beginning: products that stay between parts keep the C library from using memory again.
-    all_rows, start = rows.new_empty(stored.rows, len(rows)), 0
-    for product in products:
-        all_rows[start : start + len(product)] = product
-        start += len(product)
+        first = 0
+        for part in stored.row_parts():
+            multiply(first, part)
+            first += len(part)
     out = all_rows.T.reshape(*x.shape[:-1], -1).contiguous()
     return out if bias is None else out + bias
 

@@ -29,6 +29,8 @@ ALL_ROWS = slice(None)
 # A matrix is dequantised in parts of so many numbers where it need not be whole: an embedding takes a gigabyte. A part
 # stays in the processor's caches, and in memory that is used again: the C library asks the system for more.
 PART_NUMBERS = 1 << 19
+# The number of a part's first row, and what gives its rows [*, K].
+Reader = tuple[int, Callable[[], Tensor]]
 # Rows that are packed together, and dequantised together if they are asked for together.
 _PANEL = 16
 
@@ -91,13 +93,13 @@ class Stored(ABC):
         for part in self.parts:
             part.pack_ahead()
 
-    def row_readers(self) -> Iterator[Callable[[], Tensor]]:
-        """What gives the rows of `dequantised_rows` in their order, in parts [*, K]. Several threads may call them."""
-        yield self.dequantised_rows
+    def row_readers(self) -> Iterator[Reader]:
+        """What gives the rows of `dequantised_rows` in their order, in parts. Several threads may call them."""
+        yield 0, self.dequantised_rows
 
     def row_parts(self) -> Iterator[Tensor]:
         """What `row_readers` give."""
-        return (read() for read in self.row_readers())
+        return (read() for _, read in self.row_readers())
 
     def turned(self) -> "Stored":
         """The same matrix, held by a model as the transpose of what this one holds."""
@@ -163,21 +165,21 @@ class Plain(Stored):
         row_bytes = columns * dtype.itemsize
         return file.read(offset + first * row_bytes, count * row_bytes).view(dtype).view(count, -1)
 
-    def _part_readers(self) -> Iterator[Callable[[], Tensor]]:
+    def _part_readers(self) -> Iterator[Reader]:
         """What gives the rows of `_read` in their order, in parts."""
         if self._row_order is not None:
-            yield self._read
+            yield 0, self._read
             return
         for rows in row_ranges(self):
-            yield partial(self._read_rows, int(rows[0]), len(rows))
+            yield int(rows[0]), partial(self._read_rows, int(rows[0]), len(rows))
 
     def dequantised_rows(self) -> Tensor:
         return self.read().float()
 
-    def row_readers(self) -> Iterator[Callable[[], Tensor]]:
+    def row_readers(self) -> Iterator[Reader]:
         return (
-            lambda read=read: rounded_to(read(), self._target_dtype).float()  # type: ignore[misc]
-            for read in self._part_readers()
+            (first, lambda read=read: rounded_to(read(), self._target_dtype).float())  # type: ignore[misc]
+            for first, read in self._part_readers()
         )
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
@@ -201,7 +203,7 @@ class Plain(Stored):
         if self.transposed:
             yield self.rounded()
         else:
-            yield from (read().to(torch.bfloat16) for read in self._part_readers())
+            yield from (read().to(torch.bfloat16) for _, read in self._part_readers())
 
 
 class Blocks(Stored):
@@ -244,9 +246,9 @@ class Blocks(Stored):
     def dequantised_rows(self) -> Tensor:
         return ops.unpack_linear(self.pack())
 
-    def row_readers(self) -> Iterator[Callable[[], Tensor]]:
+    def row_readers(self) -> Iterator[Reader]:
         packed = self.pack()
-        return (partial(ops.packed_rows, packed, rows) for rows in row_ranges(self))
+        return ((int(rows[0]), partial(ops.packed_rows, packed, rows)) for rows in row_ranges(self))
 
     def look_up(self, ids: Tensor) -> Tensor:
         blocks = self._rows_in_file(_in_file(ids, self._row_order))
@@ -298,8 +300,8 @@ class Packed(Stored):
     def dequantised_rows(self) -> Tensor:
         return ops.unpack_linear(self.packed)
 
-    def row_readers(self) -> Iterator[Callable[[], Tensor]]:
-        return (partial(self.look_up, rows) for rows in row_ranges(self))
+    def row_readers(self) -> Iterator[Reader]:
+        return ((int(rows[0]), partial(self.look_up, rows)) for rows in row_ranges(self))
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         if rows == ALL_ROWS:
