@@ -9,6 +9,7 @@ from typing import Any
 from neap_client.inference.v1 import inference_pb2 as pb
 from pydantic_core import from_json
 
+from shared.chat.channels import TOKENS, AnswerParser, ChannelParser, has_channels
 from shared.chat.formats import (
     NAME_CHARACTERS,
     CallFormat,
@@ -37,7 +38,8 @@ class PreparedChat:
         self._chat, self._loaded, self._has_control_tokens = chat, loaded, has_control_tokens
         check_pieces(loaded, len(chat.messages), "messages")
         check_pieces(loaded, sum(len(message.tool_calls) for message in chat.messages), "calls of tools")
-        self._thinking = thinking_tags(loaded)
+        self._has_channels = has_channels(loaded)
+        self._thinking = None if self._has_channels else thinking_tags(loaded)
         self._choice = chat.tool_choice.WhichOneof("choice") or "auto"
         shows_tools = bool(chat.tools) and self._choice != "none"
         # How calls are written, in the prompt or in the answer.
@@ -86,6 +88,8 @@ class PreparedChat:
 
     @property
     def shown_special_ids(self) -> frozenset[int]:
+        if self._has_channels:
+            return shown_special_ids(self._loaded, TOKENS)
         texts = list(self._thinking or ())
         if self._tools and self._format:
             texts += [self._format.begin, self._format.middle, self._format.between or ""]
@@ -93,9 +97,10 @@ class PreparedChat:
 
     def constraint(self, answer: Constraint | None, prompt_ids: Sequence[int]) -> Constraint | MessageConstraint | None:
         """What the answer must be, if its text must be `answer`."""
-        if not self._tools and (answer is None or self._thinking is None):
+        if not self._tools and (answer is None or not (self._thinking or self._has_channels)):
             return answer
-        if self._tools and answer and self._format and not self._format.tag:
+        has_tag = self._has_channels or bool(self._format and self._format.tag)
+        if self._tools and answer and not has_tag:
             raise InvalidInput(
                 "this model has no tag for calls, so its answers can have either tools or a constraint",
                 metadata={"field": "constraint"},
@@ -113,10 +118,14 @@ class PreparedChat:
             strict_tools=frozenset(tool.name for tool in self._chat.tools if tool.strict),
             must_call=self._choice in ("required", "name"),
             may_repeat=not self._chat.single_tool_call and self._choice != "name",
+            channels=self._has_channels,
+            in_text=self._chat.continues_last_message,
         )
 
-    def parser(self, prompt_ids: Sequence[int], constraint: Constraint | MessageConstraint | None) -> MessageParser:
+    def parser(self, prompt_ids: Sequence[int], constraint: Constraint | MessageConstraint | None) -> AnswerParser:
         """`constraint`: of the answer, as `constraint` makes it."""
+        if self._has_channels:
+            return ChannelParser(has_tools=bool(self._tools), in_text=self._chat.continues_last_message)
         has_grammar = isinstance(constraint, MessageConstraint) and constraint.answer is not None
         return MessageParser(
             self._thinking,
@@ -129,7 +138,13 @@ class PreparedChat:
 
     def _message(self, message: pb.ChatMessage, place: int, called: Mapping[str, str]) -> dict[str, Any]:
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.reasoning:
+        if message.reasoning and self._has_channels:
+            # Their templates know it by another name, and beside calls allow a text or reasoning.
+            with_text = [message.reasoning, *([message.content] if message.tool_calls and message.content else [])]
+            fields["thinking"] = "\n\n".join(with_text)
+            if message.tool_calls:
+                fields["content"] = ""
+        elif message.reasoning:
             fields["reasoning_content"] = message.reasoning
         if message.tool_call_id:
             fields["tool_call_id"] = message.tool_call_id

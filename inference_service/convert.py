@@ -13,7 +13,8 @@ from neap_client.inference.v1 import inference_pb2
 from inference_service.chat import PreparedChat
 from inference_service.router_loader import LoadedRouter
 from inference_service.routers import RouterChoice
-from shared.chat.parser import MessageParser, MessagePart
+from shared.chat.channels import AnswerParser
+from shared.chat.parser import MessagePart
 from shared.constraints.constraint import MAX_BYTES, Constraint, MessageConstraint, invalid
 from shared.engine.memory.prefixes import key_of
 from shared.engine.request.prompt import Prompt, encode_bad_word, encode_prediction, encode_prompt
@@ -246,7 +247,7 @@ def to_router_choice(selector: inference_pb2.RouterSelector) -> RouterChoice:
 
 
 def from_event(
-    event: GenerationEvent, text_of: Callable[[int], str], message: MessageParser | None = None
+    event: GenerationEvent, text_of: Callable[[int], str], message: AnswerParser | None = None
 ) -> inference_pb2.GenerateResponse:
     """Converts an event to the response that carries it.
     `text_of` gives the text of a token that has a log-probability. `message` reads the answer to a chat."""

@@ -23,7 +23,7 @@ from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_model import ServedModel
 from inference_service.tap import Tap
 from inference_service.tokenization import described, token_texts, tokenized
-from shared.chat.parser import MessageParser
+from shared.chat.channels import AnswerParser
 from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.prompt import decode_prompt
@@ -281,7 +281,7 @@ def _submit(
     chat: PreparedChat | None,
     router: LoadedRouter | None,
     stream: EventStream,
-) -> tuple[GenerationHandle, MessageParser | None]:
+) -> tuple[GenerationHandle, AnswerParser | None]:
     """The generation's handle, and, for a chat, what reads its answer: it has read what the client has of it."""
     ladder = router.ladder if router is not None else None
     handle = engine.submit(generation, ladder, on_event=stream.push, after_events=stream.wakeups.wake)

@@ -1,5 +1,6 @@
 """Chat templates that write tools as those of well-known models do, and a tiny model that has one of them."""
 
+from shared.chat.channels import TOKENS
 from shared.model.loaded import LoadedModel, wrap_model
 from tests.constrained import MERGES, VOCABULARY_SIZE
 from tests.worker import build_model, build_tokenizer
@@ -59,6 +60,22 @@ THINKING = (
 )
 # DeepSeek-R1: the prompt has begun to think.
 IN_THOUGHT = HERMES + "{% if add_generation_prompt %}{{ '<think>\\n' }}{# </think> #}{% endif %}"
+# gpt-oss: messages in channels, one call, reasoning under another name and not beside a text with calls.
+CHANNELS = """
+{%- macro said(header, text) %}{{ '<|start|>' ~ header ~ '<|message|>' ~ text ~ '<|end|>' }}{% endmacro %}
+{{- said('developer', tools | tojson) if tools }}
+{%- for m in messages %}
+{%- if m.tool_calls %}
+{%- if m.content and m.thinking %}{{ raise_exception('content and thinking') }}{% endif %}
+{%- set thought = m.thinking or m.content %}
+{{- said('assistant<|channel|>analysis', thought) if thought }}
+{%- set f = m.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' ~ f.name ~ '<|channel|>commentary json<|message|>' }}
+{{- f.arguments | tojson }}{{- '<eos>' }}
+{%- elif m.role == 'assistant' %}{{ said('assistant<|channel|>final', m.content) }}
+{%- elif m.role == 'tool' %}{{ said('functions to=assistant<|channel|>commentary', m.content | tojson) }}
+{%- else %}{{ said(m.role, m.content) }}{% endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 # Neither JSON nor a place for the name.
 MARKUP = HERMES.replace("c.function.arguments | tojson", "c.function.arguments | length")
 TEMPLATES = {
@@ -78,6 +95,8 @@ def build_chat_model(template: str, *, seed: int = 0, own_tokens: bool = False) 
         thinking = ["<think>", "</think>"] if "</think>" in template else []
         tokenizer.add_tokens(["<tool_call>", "</tool_call>", *thinking])
         tokenizer.add_tokens(["[TOOL_CALLS]"], special_tokens=True)
+    if template == CHANNELS:
+        tokenizer.add_tokens([*TOKENS], special_tokens=True)
     tokenizer.chat_template = template
     assert len(tokenizer) <= VOCABULARY_SIZE
     return wrap_model(build_model(seed, VOCABULARY_SIZE), tokenizer, model_id="tiny", accelerate=True)

@@ -39,6 +39,8 @@ TEMPERATURE = 1.0
 LEAST_TEMPERATURE = 1e-6
 UINT64 = 2**64 - 1
 # Fields of DepthOptions that are arguments of `depth_policy`, and those of its others that a call has as they are.
+# OpenAI's further efforts, as the nearest of the three that templates know.
+_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high"}
 POLICY = {"policy", *(name for kind in DEPTH for name in FIELDS[kind])}
 CALL = {*FIELDS["GenerateRequest"]} & {*DepthOptions.model_fields}
 SAMPLING = {*FIELDS["Sampling"]} - {"seed"}
@@ -137,9 +139,12 @@ def _chat(request: ChatRequest) -> pb.Chat:
 
 def chat_of(messages: Sequence[Message], tools: Sequence[Tool], template: TemplateFields) -> pb.Chat:
     """Raises InvalidInput for messages without what their role must have."""
+    arguments, effort = template.chat_template_kwargs, template.reasoning_effort
+    if effort is not None:
+        arguments = {"reasoning_effort": _EFFORTS.get(effort, effort), **(arguments or {})}
     chat = pb.Chat(
         tools=[_tool(tool.function) for tool in tools],
-        template_arguments=json_text(template.chat_template_kwargs),
+        template_arguments=json_text(arguments),
         continues_last_message=bool(template.continue_final_message),
     )
     for i, message in enumerate(messages):

@@ -129,7 +129,9 @@ class OutputText(Strict):
 
 
 class ReasoningOptions(Strict):
-    unsupported = dict.fromkeys(("context", "effort", "generate_summary", "mode", "summary"), (str,))
+    unsupported = dict.fromkeys(("context", "generate_summary", "mode", "summary"), (str,))
+
+    effort: str | None = Field(default=None, max_length=64)
 
 
 class ObfuscationOptions(Strict):
@@ -165,6 +167,7 @@ class ResponsesRequest(SamplingFields):
         "max_tool_calls": (int,),
         "previous_response_id": (),
         "prompt": (),
+        "reasoning_effort": (str,),
         "truncation": ("disabled",),
     }
 
@@ -193,6 +196,7 @@ class ResponsesRequest(SamplingFields):
         return ChatRequest.model_construct(
             **shared,
             messages=messages,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
             max_completion_tokens=self.max_output_tokens,
             tools=[_tool(tool) for tool in self.tools or []],
             tool_choice=_choice(self.tool_choice),

@@ -33,7 +33,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": (str,),
     "prompt_cache_options": (dict,),
     "prompt_cache_retention": (str,),
-    "reasoning_effort": (str,),
     "service_tier": ("auto", "default", "flex"),
     "skip_special_tokens": (True,),
     "store": (bool,),
@@ -288,8 +287,10 @@ class GenerationFields(SamplingFields):
 
 
 class TemplateFields(Strict):
-    """How a chat becomes a prompt: vLLM's fields. `add_generation_prompt` is the opposite of the last one."""
+    """How a chat becomes a prompt: OpenAI's field, and vLLM's. `add_generation_prompt` is the opposite of the last
+    one."""
 
+    reasoning_effort: str | None = Field(default=None, max_length=64)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -316,7 +317,11 @@ class ChatRequest(GenerationFields, TemplateFields):
 class CompletionRequest(GenerationFields):
     """The body of /v1/completions."""
 
-    unsupported = NEUTRAL | {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+    unsupported = NEUTRAL | {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "reasoning_effort": (str,),
+    }
 
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=0, le=UINT32)

@@ -179,7 +179,7 @@ class MessageParser:
         if not rest.startswith("}") or not _is_json(arguments):
             self._give_up_bare(part)
             return True
-        call_id = _new_id()
+        call_id = new_call_id()
         part.calls += [
             CallPart(self._num_calls, call_id, self._bare_name),
             CallPart(self._num_calls, "", "", arguments),
@@ -229,7 +229,7 @@ class MessageParser:
         if match.end() == len(self._buffer):  # it may go on
             return False
         self._buffer = self._buffer[match.end() :]
-        part.calls.append(CallPart(self._num_calls, _new_id(), match[1]))
+        part.calls.append(CallPart(self._num_calls, new_call_id(), match[1]))
         return self._expect(self._calls.middle, self._arguments)
 
     def _arguments(self, part: MessagePart) -> bool:
@@ -317,5 +317,5 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _new_id() -> str:
+def new_call_id() -> str:
     return secrets.token_hex(NUM_ID_CHARACTERS)[:NUM_ID_CHARACTERS]

@@ -75,7 +75,8 @@ class MessageConstraint:
     `thinking`: the tags of reasoning, which has begun if `in_thought`; None: there is none. `calls`: how calls are
     written; None: there are none. `tools`: by name, the JSON Schema of the arguments, which is strict for
     `strict_tools`. `must_call`: there is a call, and no text. `may_repeat`: whether there may be several. `named`: the
-    only tool that may be called; empty: all may. `unenforced` as in `Constraint`. Raises `InvalidInput` (reason
+    only tool that may be called; empty: all may. `channels`: the answer is written as `shared.chat.channels` says,
+    without tags, and goes on with a text if `in_text`. `unenforced` as in `Constraint`. Raises `InvalidInput` (reason
     CONSTRAINT_INVALID).
     """
 
@@ -88,6 +89,8 @@ class MessageConstraint:
     may_repeat: bool = True
     strict_tools: frozenset[str] = frozenset()
     named: str = ""
+    channels: bool = False
+    in_text: bool = False
     unenforced: tuple[str, ...] = field(default=(), init=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -247,7 +247,8 @@ def _decoder_layer(
     """See `LayerWeights`. The matrices of experts are in place of their table."""
     batch, queries, _ = x.shape
     kv_heads, head_width, value_width = keys[0].shape[1], keys[0].shape[3], values[0].shape[3]
-    biases = [None if bias.numel() == 0 else bias for bias in biases] or [None] * 7
+    own: list[Tensor | None] = [None if bias.numel() == 0 else bias for bias in biases] or [None] * 7
+    *qkv_biases, out_bias, inner_bias, down_bias, sinks = own
     input_norm, mlp_norm, q_norm, k_norm, attended_norm, output_norm = norms
     *qkv, out, gate, up, down = matrices
     sizes = [(heads, head_width), (kv_heads, head_width), (kv_heads, value_width)]
@@ -258,7 +259,7 @@ def _decoder_layer(
         return rms_norm(state, weight, eps, weight_offset) if weight.numel() else state
 
     inner = normed(x, input_norm)
-    made = [packed_linear(inner, *each) for each in zip(qkv, biases, strict=False) if each[0].numel()]
+    made = [packed_linear(inner, *each) for each in zip(qkv, qkv_biases, strict=True) if each[0].numel()]
     if len(made) == 1:
         one_by_one = [0, head_width, heads * head_width, head_width, (heads + kv_heads) * head_width, value_width]
         starts = iter(places or one_by_one)
@@ -277,19 +278,19 @@ def _decoder_layer(
     # All tokens in one row, sequence after sequence, as `ragged_contiguous_attention` takes them.
     q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
     masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
-    attended = ragged_contiguous_attention(q, k, v, keys, values, bases, counts, masks, scaling, softcap, biases[6])
-    added = normed(packed_linear(attended.reshape(batch, queries, -1), out, biases[3]), attended_norm)
+    attended = ragged_contiguous_attention(q, k, v, keys, values, bases, counts, masks, scaling, softcap, sinks)
+    added = normed(packed_linear(attended.reshape(batch, queries, -1), out, out_bias), attended_norm)
     h = x + added
     inner = normed(x if parallel_mlp else h, mlp_norm if mlp_norm.numel() else input_norm)
     if experts_per_token:
         flat = inner.flatten(0, 1)
-        _, shares, index = choose_experts(flat, up, experts_per_token, norm_shares, biases[4])
+        _, shares, index = choose_experts(flat, up, experts_per_token, norm_shares, inner_bias)
         made_by_mlp = experts(flat, index, shares, gate, activation).view(inner.shape)
     elif up.numel():
-        acted = packed_gated_linear(inner, gate, up, activation, biases[4])
-        made_by_mlp = packed_linear(acted, down, biases[5])
+        acted = packed_gated_linear(inner, gate, up, activation, inner_bias)
+        made_by_mlp = packed_linear(acted, down, down_bias)
     else:
-        made_by_mlp = packed_linear(activate(packed_linear(inner, gate, biases[4]), activation), down, biases[5])
+        made_by_mlp = packed_linear(activate(packed_linear(inner, gate, inner_bias), activation), down, down_bias)
     made_by_mlp = normed(made_by_mlp, output_norm)
     return x + (added + made_by_mlp) if parallel_mlp else h + made_by_mlp
 

@@ -21,7 +21,7 @@ from shared.constraints.constraint import Constraint
 from shared.engine.request.prompt import encode_prompt
 from shared.engine.step import Decoder
 from shared.registry.factory import open_registry
-from tests.chats import TEMPLATES, build_chat_model
+from tests.chats import CHANNELS, TEMPLATES, build_chat_model
 from tests.fixed_costs import fixed_cost_engine
 from tests.generation import EXACT, FULL, publish, refused, request_of
 from tests.tiers import tiered
@@ -58,10 +58,13 @@ def served(registry, template, **options):
             yield worker
 
 
-@pytest.fixture(scope="module", params=tiered(TEMPLATES, {"hermes", "in thought"}))
+WAYS = {**TEMPLATES, "channels": CHANNELS}
+
+
+@pytest.fixture(scope="module", params=tiered(WAYS, {"hermes", "in thought", "channels"}))
 def worker(request, tmp_path_factory):
     registry = open_registry(str(tmp_path_factory.mktemp("registry")))
-    with served(registry, TEMPLATES[request.param], own_tokens=True) as worker:
+    with served(registry, WAYS[request.param], own_tokens=True) as worker:
         worker.template = request.param
         yield worker
     registry.close()
@@ -94,7 +97,7 @@ def chat(**fields):
 def biased(worker, **fields):
     """Begins calls, and ends reasoning, as soon as it may."""
     vocabulary = worker.loaded.tokenizer.get_added_vocab()
-    tags = vocabulary.keys() & {"<tool_call>", "[TOOL_CALLS]", "</think>"}
+    tags = vocabulary.keys() & {"<tool_call>", "[TOOL_CALLS]", "</think>", "<|end|>", "<|message|>"}
     return pb.Sampling(logit_bias={vocabulary[tag]: 100 for tag in tags}, **fields)
 
 
@@ -179,7 +182,8 @@ def test_free_text_is_free_and_calls_in_it_are_held_to_the_schema(stub, worker):
 
 
 def test_how_an_answer_is_read_follows_from_how_it_was_asked_for(worker):
-    """Bare calls are read where text is free, tags in it where it is not bound, and one call where one is allowed."""
+    """Bare calls are read where text is free, tags in it where it is not bound, and one call where one is allowed. In a
+    text that has a channel of its own none is read."""
     bare = 'so {"name": "go", "arguments": {}}'
     answer = Constraint(json_object=True)
     for fields, constraint, num_calls in (
@@ -193,6 +197,7 @@ def test_how_an_answer_is_read_follows_from_how_it_was_asked_for(worker):
             continue
         parser = prepared.parser([1], prepared.constraint(constraint, [1]))
         parts = [parser.push(f"</think>{bare} {bare}"), parser.finish("")]
+        num_calls *= worker.template != "channels"
         assert sum(bool(call.id) for part in parts for call in part.calls) == num_calls
     if tag := call_format(worker.loaded).tag:
         prepared = PreparedChat(chat(tool_choice=None), worker.loaded)
@@ -225,6 +230,22 @@ def test_calls_and_their_results_are_a_prompt(stub, worker):
             asked.messages[1].tool_calls[0].arguments = arguments
             _, info, text = refused(stub, request_of(chat=asked))
             assert (info.reason, "messages[1].tool_calls" in text) == ("INVALID_INPUT", True)
+
+
+def test_what_was_thought_and_said_before_a_call_is_in_the_prompt(worker):
+    call = pb.ToolCall(id="abcdefgh1", name="add", arguments='{"a": 1}')
+    said = pb.ChatMessage(role="assistant", content="I add.", reasoning="One and 11.", tool_calls=[call])
+    prompt = PreparedChat(pb.Chat(messages=[*USER, said, *USER], tools=TOOLS), worker.loaded).prompt
+    text = worker.loaded.tokenizer.decode(encode_prompt(worker.loaded, prompt))
+    if worker.template == "channels":
+        assert "<|channel|>analysis<|message|>One and 11.\n\nI add.<|end|>" in text
+    else:
+        assert prompt.messages[1]["reasoning_content"] == "One and 11."
+        assert "thinking" not in prompt.messages[1]
+    only_said = PreparedChat(
+        pb.Chat(messages=[pb.ChatMessage(role="assistant", content="So", reasoning="R")]), worker.loaded
+    )
+    assert only_said.prompt.messages[0]["content"] == "So"
 
 
 @pytest.mark.parametrize(

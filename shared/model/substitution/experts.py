@@ -235,7 +235,8 @@ def _compare(forward: Any, module: nn.Module, num_experts: int, width: int) -> N
 
 def router(module: nn.Module, *, form: object | None = None) -> Substitute:
     """A module that chooses experts by a matrix [E, D] and a bias [E], if it has one: tokens [..., D] -> logits, shares
-    and numbers, as `shared.ops.experts.choose_experts` gives them. `form`: how many it chooses and whether shares are normed."""
+    and numbers, as `shared.ops.experts.choose_experts` gives them. `form`: how many it chooses and whether shares are
+    normed."""
     weight = pack_matrix(own_matrix(module))
     packed, num_experts, width, bias = weight.packed, weight.rows, weight.columns, own_bias(module)
 

@@ -7,6 +7,7 @@ import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
@@ -206,14 +207,11 @@ def test_a_body_that_arrives_does_not_end_the_same_clients_answer(secure, go_on)
         holding(gateway, headers["ann"], 1, n=4, **content) as of_ann,
         connected(gateway) as connection,
     ):
-
-        def num_bytes():
-            return gateway.metrics.registry.get_sample_value("neap_gateway_body_bytes")
-
+        num_bytes = partial(gateway.metrics.registry.get_sample_value, "neap_gateway_body_bytes")
         wait_until(lambda: 3_600_000 < num_bytes() < 3_700_000)
-        # As much of another body as she may hold, but for a hundred bytes, which are fewer than the answer's.
-        connection.sendall(head(1_000_000, headers["ann"]) + b" " * ((4 << 20) - 100 - int(num_bytes())))
-        wait_until(lambda: num_bytes() == (4 << 20) - 100)
+        limit = (4 << 20) - 100  # bytes, of which the answer has a thousand
+        connection.sendall(head(1_000_000, headers["ann"]) + b" " * (limit - int(num_bytes())))
+        wait_until(lambda: num_bytes() == limit)
         go_on.set()
         assert of_ann[0].result() == (200, None)
 

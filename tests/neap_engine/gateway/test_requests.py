@@ -111,3 +111,23 @@ def test_a_value_that_can_be_read_and_not_be_written_again_is_bad_json():
         value = [value]
     with raises(InvalidInput, "BAD_JSON"):
         json_text(value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments"),
+    [
+        ({}, ""),
+        ({"reasoning_effort": None}, ""),
+        *(
+            ({"reasoning_effort": effort}, {"reasoning_effort": effort})
+            for effort in ("low", "medium", "high", "other")
+        ),
+        *(({"reasoning_effort": effort}, {"reasoning_effort": "low"}) for effort in ("none", "minimal")),
+        ({"reasoning_effort": "xhigh"}, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"x": 1}}, {"reasoning_effort": "low", "x": 1}),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "a"}}, {"reasoning_effort": "a"}),
+    ],
+)
+def test_the_template_is_told_how_much_to_think(fields, arguments):
+    told = call(**chat_body(**fields)).chat.template_arguments
+    assert (json.loads(told) if told else told) == arguments

@@ -136,7 +136,7 @@ def result(call_id, output):
         ),
         (
             {"store": True, "background": False, "truncation": "disabled", "reasoning": {"effort": "low"}},
-            {},
+            {"reasoning_effort": "low"},
         ),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
         *(
