@@ -7,7 +7,6 @@ from typing import Protocol
 
 from shared.errors import RETRY_AFTER_S, Exhausted
 
-
 # The part of the total that a client may hold beyond its limit where more is needed to go on than to start.
 SPARE_PART = 1 / 16
 

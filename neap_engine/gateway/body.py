@@ -96,9 +96,7 @@ MAX_FIELDS = 1024
 M = TypeVar("M", bound=BaseModel)
 
 
-async def read_body(
-    scope: Scope, receive: Receive, hold: Hold, *, max_bytes: int, timeout_s: float
-) -> bytes:
+async def read_body(scope: Scope, receive: Receive, hold: Hold, *, max_bytes: int, timeout_s: float) -> bytes:
     """Return the body. `hold` is told how many bytes have arrived, and may raise.
 
     Raises InvalidInput (BODY_TOO_LARGE, REQUEST_TIMEOUT), Cancelled if the client has gone.

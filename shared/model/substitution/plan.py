@@ -115,7 +115,12 @@ def plan(layer: nn.Module, trace: Trace) -> LayerPlan:
     projections = [event.what for event in made if isinstance(event.what, PackedLinear)]
     absent: list[PackedLinear | None] = [None] * (3 - len(projections))
     linears, mlp = [*projections, *absent, rest.out], rest.mlp
-    biases = [*(None if linear is None else linear.bias for linear in linears), mlp.bias, mlp.down.bias, attention.sinks]
+    biases = [
+        *(None if linear is None else linear.bias for linear in linears),
+        mlp.bias,
+        mlp.down.bias,
+        attention.sinks,
+    ]
     packed = [*(None if linear is None else linear.packed for linear in linears), mlp.gate, mlp.up, mlp.down.packed]
     weights = LayerWeights(
         _filled([None if norm is None else norm.weight for norm in recipes]),

@@ -123,7 +123,9 @@ _TRIED = {
 
 def _forms(original: _Rotary) -> tuple[_Rotary, ...]:
     """Those that `original` computes, bit for bit. Raises `Unsuitable` if it is none."""
-    forms = tuple(form for form, sizes in _TRIED.items() if all(_has_same_bits(original, form, *each) for each in sizes))
+    forms = tuple(
+        form for form, sizes in _TRIED.items() if all(_has_same_bits(original, form, *each) for each in sizes)
+    )
     if not forms:
         raise Unsuitable("is not the half-rotation, bit for bit")
     return forms

@@ -86,7 +86,9 @@ def _calls() -> dict[str, tuple]:
                     ops.pack_linear(torch.randn(12, 20)),
                 ]
             ),
-            table([torch.randn(32), *(torch.empty(0) for _ in range(3)), torch.randn(40), torch.randn(12), torch.randn(4)]),
+            table(
+                [torch.randn(32), *(torch.empty(0) for _ in range(3)), torch.randn(40), torch.randn(12), torch.randn(4)]
+            ),
             [table([torch.zeros(1, 2, 7, 8)]) for _ in range(2)],
             [table([torch.zeros(1, 2, 7, 8)]) for _ in range(2)],
             *([5, 0], [2, 1]),
