@@ -211,6 +211,7 @@ class Gateway:
             request.model_id = request.model_id or await self._only_model(metadata)
             response = await self._workers.tokenize(request, metadata=metadata)
             num_bytes = TOKEN_BYTES * len(response.token_ids) + 2 * response.ByteSize()
+            self._check_answer(num_bytes)  # it comes at once, so a share alone would let it have nearly all
             hold_bytes(len(body) + num_bytes, goes_on=True)
             await exchange.respond_in_parts(200, [await asyncio.to_thread(lambda: as_json(answer(response)))])
 
@@ -321,7 +322,7 @@ class Gateway:
         if 2 * num_bytes > self._bytes.total:
             raise InvalidInput(
                 f"the answer takes more than {self._bytes.total // 2} bytes, which is the limit: ask for a stream, for "
-                "fewer choices or for fewer log-probabilities",
+                "fewer choices or for fewer log-probabilities, or for the tokens of less text",
                 reason="ANSWER_TOO_LARGE",
                 metadata={"max_bytes": str(self._bytes.total // 2)},
             )

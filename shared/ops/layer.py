@@ -35,13 +35,12 @@ class LayerWeights:
     values, too; `places` tells where: for queries, keys and values the place of head 0 and how far heads are apart, one
     after another if it is empty. Without `up` the MLP is plain: down(activation(gate(x))). `biases`: in the same order,
     but one for gate and up together (gate's, then up's), and last the sinks of attention [num_heads] as in
-    `shared.ops.contiguous_attention`; an empty list if there are none at all. What is not a list is
-    the same in all layers. `query_scale`: queries are multiplied by it before their norm. `parallel_mlp`: whether the
-    MLP reads the norm of x, that before attention if it has none of its own.
+    `shared.ops.contiguous_attention`; an empty list if there are none at all. What is not a list is the same
+    in all layers. `query_scale`: queries are multiplied by it before their norm. `parallel_mlp`: whether the MLP reads
+    the norm of x, that before attention if it has none of its own.
 
-    With `experts_per_token` the MLP is experts: `gate` is an `expert_table`, `up` their router, whose bias has the
-    place of gate's, there is no `down`, and `norm_shares` is what `shared.ops.experts.choose_experts` takes as
-    `normed`.
+    With `experts_per_token` the MLP is experts: `gate` is an `expert_table`, `up` their router, whose bias has the place
+    of gate's, there is no `down`, and `norm_shares` is what `shared.ops.experts.choose_experts` takes as `normed`.
     """
 
     norms: Sequence[Tensor]

@@ -33,7 +33,7 @@ INPUT_ROWS = 3
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 
 
-def own_bias(module: nn.Module) -> Tensor | None:
+def _bias(module: nn.Module) -> Tensor | None:
     bias = getattr(module, "bias", None)
     return bias.detach() if isinstance(bias, Tensor) else None
 
@@ -76,7 +76,7 @@ def linear(module: nn.Module, *, transposed: bool = False, form: object | None =
     """A module that computes x @ weight.T + bias. `transposed`: whether the weight is stored as [K, N], as in GPT-2's
     Conv1D."""
     weight = pack_matrix(own_matrix(module), transposed=transposed)
-    packed, out_features, bias = weight.packed, weight.rows, own_bias(module)
+    packed, out_features, bias = weight.packed, weight.rows, _bias(module)
     forward = partial(ops.packed_linear, packed=packed, out_features=out_features, bias=bias)
     x = random_input(INPUT_ROWS, weight.columns)
     # Its forward alone: hooks go on around the kernel.
@@ -227,7 +227,7 @@ def gated_mlp(module: nn.Module, *, form: object | None = None) -> Substitute:
         gate, up = (pack_matrix(first[0].weight.detach(), rows=half) for half in rows)
         held = (Joined([gate, up]),)
     down = pack_matrix(last.weight.detach())
-    bias, down_bias, activation = _joined_bias(first), own_bias(last), mlp_form.activation
+    bias, down_bias, activation = _joined_bias(first), _bias(last), mlp_form.activation
     packed_gate, packed_up, packed_down = gate.packed, up.packed, down.packed
 
     def forward(x: Tensor) -> Tensor:

@@ -153,7 +153,8 @@ def watch(layer: nn.Module, substitutes: Mapping[nn.Module, Substitute], call: C
     args, kwargs = call
     state, inside = args[0] if args else kwargs["hidden_states"], set(layer.modules())
     angles = kwargs.get("position_embeddings")
-    num_angles = angles[0].shape[-1] if type(angles) is tuple and angles else 0
+    first = angles[0] if type(angles) is tuple and angles else None
+    num_angles = first.shape[-1] if isinstance(first, Tensor) else 0
     trace = Trace(state, kwargs.get("position_ids"), num_angles)
     cache = cache_among(kwargs)
 

@@ -120,7 +120,7 @@ def _by_parts(x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor |
         for part in stored.row_parts():
             multiply(first, part)
             first += len(part)
-    out = all_rows.T.reshape(*x.shape[:-1], -1).contiguous()
+    out = all_rows.T.reshape(*x.shape[:-1], stored.rows).contiguous()
     return out if bias is None else out + bias
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.gateways import gateway_to
 from tests.worker import CHAT_TEMPLATE, CONTEXT_LENGTH, EOS, build_tokenizer
 
 TEXT = "hello the<eos> \u00e9"
@@ -31,6 +32,13 @@ def test_more_tokens_than_the_context_has_are_counted(gateway):
     assert (status, found["count"]) == (200, 2 * CONTEXT_LENGTH)
     status, found = posted(gateway, "/tokenize", prompt="z" * 65 * CONTEXT_LENGTH)
     assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_tokens_that_take_more_than_half_of_the_bytes_are_refused(worker):
+    with gateway_to(worker.target, body_budget_mb=2, max_body_mb=1) as small:
+        status, found = posted(small, "/tokenize", prompt="z" * 15 * CONTEXT_LENGTH)
+        assert (status, found["error"]["code"]) == (400, "answer_too_large")
+        assert posted(small, "/tokenize", prompt="z" * 8 * CONTEXT_LENGTH)[0] == 200
 
 
 def test_a_chat_has_the_tokens_of_its_prompt(gateway, client):

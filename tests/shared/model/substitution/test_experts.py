@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GptOssConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 
-from shared.model.substitution.experts import experts
+from shared.model.substitution.experts import experts, router
 from shared.model.substitution.match import Unsuitable
 
 Change = Callable[[Tensor], Tensor]
@@ -87,3 +87,53 @@ def test_gate_and_up_are_told_apart(gated: Change, form: object) -> None:
     module = _experts()
     module._apply_gate = gated
     assert experts(module).form == form
+
+
+class Scaled(GptOssTopKRouter):
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, shares, index = super().forward(hidden_states)
+        return logits, shares * self.scale, index
+
+
+class Correcting(GptOssTopKRouter):
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(hidden_states, self.weight)
+        index = (logits + self.bias).topk(self.top_k).indices
+        return logits, logits.gather(1, index).softmax(-1), index
+
+
+class OfInputs(GptOssTopKRouter):
+    def __init__(self, config: GptOssConfig) -> None:
+        super().__init__(config)
+        self.bias = nn.Parameter(torch.zeros(self.hidden_dim))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = nn.functional.linear(hidden_states + self.bias, self.weight)
+        shares, index = logits.topk(self.top_k)
+        return logits, shares.softmax(-1), index
+
+
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        (GptOssTopKRouter, None),
+        (Scaled, "has other parameters than a matrix"),
+        (Correcting, "does more than choose the largest"),
+        (OfInputs, "has other parameters than a matrix"),
+    ],
+)
+def test_what_a_routers_vectors_do_is_seen_though_they_have_no_effect(
+    own: type[GptOssTopKRouter], why: str | None
+) -> None:
+    """In the layer that is tried. In others, which get its form, they may have one."""
+    module = own(GptOssConfig(hidden_size=64, num_local_experts=4, num_experts_per_tok=2))
+    module.weight.data.normal_()
+    if why is None:
+        assert router(module).form == (2, True)
+    else:
+        with pytest.raises(Unsuitable, match=why):
+            router(module)

@@ -205,6 +205,23 @@ def test_sinks_are_seen_also_where_they_have_no_effect_on_the_compared_tokens(ar
     assert not torch.equal(model(input_ids=ids).logits, before)
 
 
+def test_layers_whose_angles_are_given_otherwise_keep_their_modules():
+    model = build_family("llama")
+    for layer in model.model.layers:
+        own = layer.forward
+
+        def unwrapped(state: Tensor, *, position_embeddings: Any, own: Any = own, **kwargs: Any) -> Any:
+            return own(state, position_embeddings=tuple(of for (of,) in position_embeddings), **kwargs)
+
+        layer.forward = unwrapped
+    rotary = model.model.rotary_emb
+    given = rotary.forward
+    rotary.forward = lambda *args, **kwargs: tuple((of,) for of in given(*args, **kwargs))
+    report = accelerate(model)
+    assert report.layers == 0
+    assert "the op refuses it" in report.left_alone["model.layers.0"]
+
+
 def test_what_positions_scale_beside_queries_is_seen():
     """This scale is 1 for the positions that are compared."""
     model = build_family("llama")

@@ -73,6 +73,7 @@ def test_a_product_and_a_digest_do_without_the_whole_matrix(
     for name in ("dequantised", "dequantised_rows"):
         monkeypatch.setattr(type(stored), name, None)
     x = torch.randn(2, 3, COLUMNS)
+    assert F.linear(x[:0], held).shape == (0, 3, ROWS)
     for bias in (None, torch.randn(ROWS)):
         for inference in (False, True):  # which takes a product apart in another way
             with torch.inference_mode(inference):
