@@ -39,8 +39,9 @@ class LayerWeights:
     in all layers. `query_scale`: queries are multiplied by it before their norm. `parallel_mlp`: whether the MLP reads
     the norm of x, that before attention if it has none of its own.
 
-    With `experts_per_token` the MLP is experts: `gate` is an `expert_table`, `up` their router, whose bias has the place
-    of gate's, there is no `down`, and `norm_shares` is what `shared.ops.experts.choose_experts` takes as `normed`.
+    With `experts_per_token` the MLP is experts: `gate` is an `expert_table`, `up` their router, whose bias has the
+    place of gate's, there is no `down`, and `norm_shares` is what `shared.ops.experts.choose_experts` takes as
+    `normed`.
     """
 
     norms: Sequence[Tensor]
