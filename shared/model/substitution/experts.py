@@ -238,34 +238,32 @@ def router(module: nn.Module, *, form: object | None = None) -> Substitute:
     """A module that chooses experts by a matrix [E, D] and a bias [E], if it has one: tokens [..., D] -> logits, shares
     and numbers, as `shared.ops.experts.choose_experts` gives them. `form`: how many it chooses and whether shares are
     normed."""
-    parameters = dict(module.named_parameters())
     weight = pack_matrix(own_matrix(module))
-    packed, num_experts, width, bias = weight.packed, weight.rows, weight.columns, parameters.get("bias")
-    if {*parameters} != ({"weight"} if bias is None else {"weight", "bias"}) or (
-        bias is not None and (bias.shape != (num_experts,) or bias.dtype != torch.float32)
-    ):
+    packed, num_experts, width = weight.packed, weight.rows, weight.columns
+    vectors = {name: vector.detach() for name, vector in module.named_parameters() if name != "weight"}
+    own = vectors.pop("bias", None)
+    if vectors or (own is not None and (own.shape != (num_experts,) or own.dtype != torch.float32)):
         raise Unsuitable("has other parameters than a matrix and a float32 bias of its rows")
 
-    def substitute(chosen: int, normed: bool, bias: Tensor | None) -> Substitute:
+    def substitute(bias: Tensor | None, chosen: int, normed: bool) -> Substitute:
         def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return choose_experts(hidden_states.reshape(-1, width), packed, num_experts, chosen, normed, bias)
 
         recipe = Router(packed, chosen, normed, bias)
         return Substitute(forward, recipe, (chosen, normed), ((module, "weight"),), (weight,))
 
-    own = None if bias is None else bias.detach()
     if isinstance(form, tuple):
-        return substitute(*form, own)
+        return substitute(own, *form)
     # Not of all sizes: with tiny logits or huge ones, shares are equal, and which of them is chosen is arbitrary.
     x = random_input(INPUT_ROWS, width)
     x = torch.cat([x, x / 4, x * 4])
     # Another bias than its own: one of zeros does not show where it is added, and its neighbours are not compared.
-    drawn = None if bias is None else random_input(num_experts)
+    drawn = None if own is None else random_input(num_experts)
     made = routed(module if drawn is None else partial(functional_call, module, {"bias": drawn}), x)
     for normed in (False, True):
-        candidate = substitute(made[2].shape[1], normed, drawn)
-        if all(map(_close, _dense(*candidate.forward(x)), _dense(*made))):
-            return substitute(*candidate.form, own)
+        form = made[2].shape[1], normed
+        if all(map(_close, _dense(*substitute(drawn, *form).forward(x)), _dense(*made))):
+            return substitute(own, *form)
     raise Unsuitable("does more than choose the largest of its products")
 
 

@@ -31,22 +31,22 @@ class FusedCache(Protocol):
 @dataclass(frozen=True)
 class LayerPlan:
     """The weights of consecutive layers, their numbers, and the form of their keys and values [*, Hkv, *, Dh] for the
-    cache. `rotates`: whether queries and keys are rotated; `doubles_angles`: by angles that are given once for both
-    halves of a head. `query_scales`: what multiplies the rotated queries."""
+    cache. `rotates`: whether queries and keys are rotated; `half_angles`: how many angles are given, if once for both
+    halves of a head, and 0 if for each. `query_scales`: what multiplies the rotated queries."""
 
     weights: LayerWeights
     indices: tuple[int, ...]
     keys_like: Tensor
     values_like: Tensor
     rotates: bool
-    doubles_angles: bool
+    half_angles: int
     query_scales: OfPositions | None = None
 
     @property
     def form(self) -> tuple[object, ...]:
         """What plans must have in common to be stacked."""
         shapes = self.keys_like.shape, self.values_like.shape
-        return self.weights.form, *shapes, self.rotates, self.doubles_angles, self.query_scales
+        return self.weights.form, *shapes, self.rotates, self.half_angles, self.query_scales
 
     def run(
         self,
@@ -64,14 +64,19 @@ class LayerPlan:
             keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
         if angles is None or not self.rotates:
             angles = hidden[:1, :, :0], hidden[:1, :, :0]
-        elif self.doubles_angles:
-            angles = angles[0].repeat(1, 1, 2), angles[1].repeat(1, 1, 2)
+        elif self.half_angles and angles[0].shape[2] == self.half_angles:
+            angles = doubled(*angles)
         kv = cache.layers_kv(keys, values, self.indices)
         more: dict[str, Tensor] = {}
         if self.query_scales is not None:
             assert positions is not None
             more["query_scales"] = self.query_scales.of(positions).flatten()
         return decoder_layers(hidden, *angles, weights=self.weights, kv=kv, masks=masks, captured=captured, **more)
+
+
+def doubled(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Angles [B, Q, R] that are given once for both halves of a head, for each half."""
+    return cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
 
 
 def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
@@ -146,7 +151,7 @@ def plan(layer: nn.Module, trace: Trace) -> LayerPlan:
         torch.empty(1, attention.num_kv_heads, 0, width) for width in (attention.width, attention.value_width)
     )
     return LayerPlan(
-        *(weights, (numbers[0],), keys, values, trace.rotates, trace.doubles_angles), *trace.query_scales.values()
+        *(weights, (numbers[0],), keys, values, trace.rotates, trace.half_angles), *trace.query_scales.values()
     )
 
 

@@ -92,8 +92,8 @@ class Trace(TorchDispatchMode):
     """What a layer does within it: `state`, the address of what it reads; `events`, in order; `others`, the names of
     operations that are neither ours nor moves; `scaled`, the addresses of tensors that were multiplied by a number;
     `query_scales`, tensors made of positions by the address of what they were multiplied to make; `views` of queries,
-    keys and values before rotation; `rotates`, whether there was one; `doubles_angles`, whether it had each of the
-    layer's angles twice.
+    keys and values before rotation; `rotates`, whether there was one; `half_angles`, the number of the layer's
+    angles if it had each of them twice, else 0.
     """
 
     def __init__(self, state: Tensor, positions: object = None, num_angles: int = 0) -> None:
@@ -104,7 +104,7 @@ class Trace(TorchDispatchMode):
         self.scaled: list[tuple[int, float]] = []
         self.query_scales: dict[int, OfPositions] = {}
         self.views: dict[str, _View] = {}
-        self.rotates = self.doubles_angles = False
+        self.rotates, self.half_angles = False, 0
         self._num_angles = num_angles
         self._kept: list[Any] = [state]  # so that addresses stay those of one tensor
         self._of_positions: dict[int, OfPositions] = {id(positions): OfPositions()}
@@ -132,7 +132,8 @@ class Trace(TorchDispatchMode):
             return out
         if name == "rotary":
             self.see(q=args[0], k=args[1])
-            self.rotates, self.doubles_angles = True, args[2].shape[-1] == 2 * self._num_angles
+            self.rotates = True
+            self.half_angles = self._num_angles * (args[2].shape[-1] == 2 * self._num_angles)
         elif func.namespace != "neap" and name not in MOVES:
             if name == "mul" and isinstance(args[1], float):
                 self.scaled.append((args[0].data_ptr(), args[1]))
