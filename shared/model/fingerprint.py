@@ -99,12 +99,14 @@ def is_large(model: PreTrainedModel) -> bool:
 
 
 def pack_ahead(model: PreTrainedModel) -> None:
-    """Packs what is multiplied from packed blocks, several matrices at once."""
-    stored = {id(p): (p.numel(), matrix) for p in model.parameters() if (matrix := lazy(p)) is not None}
+    """Packs what is multiplied from packed blocks, several matrices at once. Large ones, such as that of a vocabulary,
+    come first: their numbers are in memory twice meanwhile."""
+    each = {id(p): (p.numel(), matrix) for p in model.parameters() if (matrix := lazy(p)) is not None}
+    stored = sorted(each.values(), key=lambda entry: entry[0] < TRIM_NUMBERS)
     untrimmed = 0
     with ThreadPoolExecutor(min(usable_cpus(), MAX_AT_ONCE), initializer=keep_memory) as pool:
-        packing = pool.map(lambda matrix: matrix.pack_ahead(), (matrix for _, matrix in stored.values()))
-        for (count, _), _ in zip(stored.values(), packing, strict=True):
+        packing = pool.map(lambda matrix: matrix.pack_ahead(), (matrix for _, matrix in stored))
+        for (count, _), _ in zip(stored, packing, strict=True):
             untrimmed = _trimmed(untrimmed + count)
 
 

@@ -22,15 +22,19 @@ LARGEST_READ = 1 << 30
 
 
 _own = threading.local()
+# More is not kept: the matrix of a vocabulary is as large as a tenth of a model.
+_MOST_KEPT_BYTES = 1 << 25
 
 
 def keep_memory() -> None:
-    """From now on this thread's `read_briefly` reads into memory that is kept until the thread ends. To ask the system
-    for new pages each time takes as long as packing what was read."""
+    """From now on this thread's `read_briefly` reads into memory that is kept until the thread ends, unless it is much.
+    To ask the system for new pages each time takes as long as packing what was read."""
     kept = _new(0)
 
     def memory(count: int) -> Tensor:
         nonlocal kept
+        if count > _MOST_KEPT_BYTES:
+            return _new(count)
         if len(kept) < count:
             kept = _new(count)
         return kept[:count]
