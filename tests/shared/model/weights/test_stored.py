@@ -9,10 +9,12 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import quantize
 
 from shared import ops
+from shared.model import fingerprint
 from shared.model.fingerprint import _tensor_digest
+from shared.model.weights import files
 from shared.model.weights import stored as module
 from shared.model.weights.files import StableFile, keep_memory
-from shared.model.weights.lazy import LazyWeight, parts_side_by_side
+from shared.model.weights.lazy import LazyWeight, as_parameter, parts_side_by_side
 from shared.model.weights.stored import Blocks, Plain, Stored
 
 ROWS, COLUMNS, OFFSET = 40, 64, 7
@@ -126,3 +128,39 @@ def test_what_is_packed_from_memory_that_is_used_again_stays(tmp_path: Path, ord
         packed = [*pool.map(lambda matrix: matrix.pack(), matrices)]
     alone = [_stored(tmp_path / str(i), kind, ordered=ordered)[0].pack() for i, kind in enumerate(kinds)]
     assert all(map(torch.equal, packed, alone))
+
+
+def test_memory_for_much_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, file = _stored(tmp_path / "weights", Kind.Q8_0, ordered=False)
+    assert isinstance(stored, Blocks)
+    made: list[int] = []
+
+    def counted(count: int) -> torch.Tensor:
+        made.append(count)
+        return torch.empty(count, dtype=torch.uint8)
+
+    monkeypatch.setattr(files, "_new", counted)
+    size = file.size - OFFSET
+    for most, num_made in ((size, 1), (size - 1, 3)):
+        monkeypatch.setattr(files, "_MOST_KEPT_BYTES", most)
+        with ThreadPoolExecutor(1, initializer=keep_memory) as pool:
+            made.clear()
+            for _ in range(3):
+                pool.submit(stored._pack_blocks).result()
+        assert made.count(size) == num_made
+    file.close()
+
+
+def test_the_largest_matrices_are_packed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, file = _stored(tmp_path / "weights", Kind.Q8_0, ordered=False)
+    order: list[int] = []
+    monkeypatch.setattr(Blocks, "pack_ahead", lambda stored: order.append(stored.rows))
+    monkeypatch.setattr(fingerprint, "TRIM_NUMBERS", 10 * COLUMNS)
+    monkeypatch.setattr(fingerprint, "usable_cpus", lambda: 1)
+    model = torch.nn.Module()
+    for number, rows in enumerate((3, 12, 4, 10)):
+        stored = Blocks(file, OFFSET, (rows, COLUMNS), Kind.Q8_0)
+        model.register_parameter(str(number), as_parameter(LazyWeight(stored)))
+    fingerprint.pack_ahead(model)  # type: ignore[arg-type]
+    assert order == [12, 10, 3, 4]
+    file.close()
