@@ -5,6 +5,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# What was read lies free between matrices that were packed. It is given back after so many numbers.
+TRIM_NUMBERS = 1 << 24
 # As glibc's malloc.h numbers it, and how many heaps the threads of a service share.
 _M_ARENA_MAX, _ARENAS = -8, 2
 
@@ -43,3 +45,11 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def trimmed(untrimmed: int) -> int:
+    """The numbers that were read since the heap was last trimmed, once it is trimmed if they are many."""
+    if untrimmed < TRIM_NUMBERS:
+        return untrimmed
+    trim_heap()
+    return 0

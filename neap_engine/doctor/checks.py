@@ -104,8 +104,9 @@ def _described(address: RegistryAddress) -> str:
 
 
 # What a worker takes beside weights, keys and values, in MB, and how much more at the peak of its first start, of that
-# and of the weights (bench/RESULTS.md, Starts). What a GPU's driver, graphs and routers take is of card_budget's tenth.
-OWN_MB, FIRST_MB, FIRST_SHARE = 480, 80, 0.75
+# and of the weights, beside the largest matrix, which is read when all others may be packed (bench/RESULTS.md, Starts).
+# What a GPU's driver, graphs and routers take is of card_budget's tenth.
+OWN_MB, FIRST_MB, FIRST_SHARE = 480, 80, 0.1
 CARD_OWN_MB = 800
 REQUEST_TOKENS = 2048
 
@@ -137,7 +138,7 @@ def memory(source: ModelSource, settings: WorkerSettings) -> Finding:
         detail = f"a worker takes {needed_mb:.0f} MB of the GPU, and {weights_mb:.0f} MB of the machine while it loads"
     else:
         needed_mb = weights_mb + OWN_MB
-        first_mb = needed_mb + FIRST_MB + FIRST_SHARE * weights_mb
+        first_mb = needed_mb + FIRST_MB + found.largest / 1e6 + FIRST_SHARE * weights_mb
         detail = f"a worker takes {needed_mb:.0f} MB, and up to {first_mb:.0f} MB while it starts for the first time"
     facts |= {"needed_mb": round(needed_mb), "first_start_mb": round(first_mb)}
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

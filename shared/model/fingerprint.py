@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from shared.cpus import usable_cpus
 from shared.errors import Unavailable
-from shared.memory import trim_heap
+from shared.memory import TRIM_NUMBERS, trimmed
 from shared.model.parts import setting_of
 from shared.model.weights.files import keep_memory
 from shared.model.weights.lazy import lazy
@@ -20,8 +20,6 @@ from shared.model.weights.quantised import is_plain, quantised_digest
 
 # Matrices that are hashed at once. Each takes a few times its bytes, because it is read and rounded.
 MAX_AT_ONCE = 4
-# What was read lies free between matrices that were packed. It is given back after so many numbers.
-TRIM_NUMBERS = 1 << 24
 # A smaller model is identified while it is loaded: that takes less than asking a registry for a router.
 LARGE_NUMBERS = 1 << 24
 
@@ -107,15 +105,7 @@ def pack_ahead(model: PreTrainedModel) -> None:
     with ThreadPoolExecutor(min(usable_cpus(), MAX_AT_ONCE), initializer=keep_memory) as pool:
         packing = pool.map(lambda matrix: matrix.pack_ahead(), (matrix for _, matrix in stored))
         for (count, _), _ in zip(stored, packing, strict=True):
-            untrimmed = _trimmed(untrimmed + count)
-
-
-def _trimmed(untrimmed: int) -> int:
-    """The numbers that were read since the heap was last trimmed, once it is trimmed if they are many."""
-    if untrimmed < TRIM_NUMBERS:
-        return untrimmed
-    trim_heap()
-    return 0
+            untrimmed = trimmed(untrimmed + count)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -156,7 +146,7 @@ def later_fingerprint(model: PreTrainedModel) -> Callable[[Callable[[], None]], 
                 parameters, pool.map(digest_of, (tensor for _, tensor in parameters)), strict=True
             ):
                 digest.update(f"{name} {list(parameter.shape)} ".encode() + part)
-                untrimmed = _trimmed(untrimmed + parameter.numel())
+                untrimmed = trimmed(untrimmed + parameter.numel())
         digest.update(quantised)
         return f"sha256:{digest.hexdigest()}"
 

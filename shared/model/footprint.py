@@ -24,10 +24,11 @@ from shared.ops.paged_on_gpu import has_triton
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes: `weights`, as they are kept; `kv_token`: keys and values of one token, over all layers; `head_row`: a row
-    of logits in float32. `context_length` in tokens."""
+    """Bytes: `weights`, as they are kept, of which the `largest` matrix; `kv_token`: keys and values of one token, over
+    all layers; `head_row`: a row of logits in float32. `context_length` in tokens."""
 
     weights: int
+    largest: int
     kv_token: int
     head_row: int
     context_length: int
@@ -65,17 +66,18 @@ def footprint(
         tensors = list(_gguf_tensors(path, checkpoint) if is_gguf else _safetensors(path, checkpoint, scheme))
     if on_cpu:
         computes_in = torch.float32
-        weights = sum(_bytes_on_cpu(tensor, dtype) for tensor in tensors)
+        sizes = [_bytes_on_cpu(tensor, dtype) for tensor in tensors]
     else:
         own = next((tensor.dtype for tensor in tensors if tensor.num_dimensions > 1), None)
         # Or float16, which takes as much.
         computes_in = dtype or (torch.bfloat16 if is_gguf or own is None else own)
         in_blocks = (is_gguf or scheme is not None) and dtype is None and has_triton()
-        weights = sum(_bytes_on_gpu(tensor, computes_in, in_blocks) for tensor in tensors)
+        sizes = [_bytes_on_gpu(tensor, computes_in, in_blocks) for tensor in tensors]
     text = config.get_text_config(decoder=True)
     limit = context_limit(config)
     return Footprint(
-        weights,
+        sum(sizes),
+        max(sizes, default=0),
         kv_token_bytes(text, kv_dtype or computes_in),
         4 * text.vocab_size,
         min(limit, context_length or limit),

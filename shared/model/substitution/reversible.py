@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from shared import ops
 from shared.errors import UnsupportedModel
+from shared.memory import trimmed
 from shared.model.dtypes import rounded_to
 from shared.model.substitution.linear import MlpForm, pack_matrix, packable
 from shared.model.substitution.match import Substitute, Unsuitable, signature
@@ -63,6 +64,8 @@ class Substitutions:
         self.counts = dict.fromkeys(kinds, 0)
         self.formats: dict[str, int] = {}
         self.freed_bytes = 0
+        # Numbers that were packed since the heap was trimmed.
+        self._untrimmed = 0
         self._forms: dict[Hashable, object] = {}
         self._refusals: dict[Hashable, str] = {}
         self._packed: dict[int, Tensor] = {}
@@ -133,6 +136,7 @@ class Substitutions:
                 f"the packed {parameter} of a {type(source).__name__} has other numbers than the model's",
                 reason="ACCELERATION_MISMATCH",
             )
+        self._untrimmed = trimmed(self._untrimmed + weight.numel())
         if id(weight) in self._shared:
             return
         if lazy(weight) is None:

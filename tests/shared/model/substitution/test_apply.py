@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 
+from shared import memory
 from shared.errors import UnsupportedModel
 from shared.model.cache import ContiguousCache
 from shared.model.cache_argument import with_cache
@@ -277,3 +278,14 @@ def test_a_growing_cache_gives_the_bits_of_a_preallocated_one():
         inputs = {"input_ids": ids[:, start : start + 4]}
         one = model(**inputs, **with_cache(model, growing)).logits
         assert torch.equal(model(**inputs, **with_cache(model, preallocated)).logits, one)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_what_was_read_is_given_back_between_matrices(monkeypatch):
+    trims = []
+    monkeypatch.setattr(memory, "trim_heap", lambda: trims.append(None))
+    model = build_family("llama")
+    numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+    monkeypatch.setattr(memory, "TRIM_NUMBERS", numbers // 8)
+    accelerate(model)
+    assert 3 < len(trims) <= 8
