@@ -9,7 +9,7 @@ from typing import Any
 from neap_client.inference.v1 import inference_pb2 as pb
 from pydantic_core import from_json
 
-from shared.chat.channels import TOKENS, AnswerParser, ChannelParser, has_channels
+from shared.chat.channels import TOKENS, ChannelParser, has_channels
 from shared.chat.formats import (
     NAME_CHARACTERS,
     CallFormat,
@@ -18,7 +18,7 @@ from shared.chat.formats import (
     shown_special_ids,
     thinking_tags,
 )
-from shared.chat.parser import MessageParser
+from shared.chat.parser import AnswerParser, MessageParser
 from shared.chat.template import Chat
 from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.request.prompt import check_pieces

@@ -13,8 +13,7 @@ from neap_client.inference.v1 import inference_pb2
 from inference_service.chat import PreparedChat
 from inference_service.router_loader import LoadedRouter
 from inference_service.routers import RouterChoice
-from shared.chat.channels import AnswerParser
-from shared.chat.parser import MessagePart
+from shared.chat.parser import AnswerParser, MessagePart
 from shared.constraints.constraint import MAX_BYTES, Constraint, MessageConstraint, invalid
 from shared.engine.memory.prefixes import key_of
 from shared.engine.request.prompt import Prompt, encode_bad_word, encode_prediction, encode_prompt

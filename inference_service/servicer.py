@@ -23,7 +23,7 @@ from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_model import ServedModel
 from inference_service.tap import Tap
 from inference_service.tokenization import described, token_texts, tokenized
-from shared.chat.channels import AnswerParser
+from shared.chat.parser import AnswerParser
 from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.prompt import decode_prompt

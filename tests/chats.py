@@ -86,6 +86,8 @@ TEMPLATES = {
     "thinking": THINKING,
     "in thought": IN_THOUGHT,
 }
+# And with messages in channels, which another parser reads.
+WAYS = {**TEMPLATES, "channels": CHANNELS}
 
 
 def build_chat_model(template: str, *, seed: int = 0, own_tokens: bool = False) -> LoadedModel:

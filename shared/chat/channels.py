@@ -7,21 +7,20 @@ The source of the format is OpenAI's "harmony response format". Prompts end with
 """
 
 import re
-from collections.abc import Callable, Sequence
 
-from shared.chat.parser import CallPart, MessageParser, MessagePart, new_call_id
+from shared.chat.parser import AnswerParser, CallPart, MessagePart, new_call_id
 from shared.chat.template import has_template
 from shared.model.loaded import LoadedModel
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"
 TOKENS = (START, CHANNEL, CONSTRAIN, MESSAGE, END)
 ROLE, RECIPIENT, FUNCTIONS = "assistant", "to=", "functions."
-REASONING, REMARK, TEXT = "analysis", "commentary", "final"
+REASONING, REMARK, FINAL = "analysis", "commentary", "final"
 # The latter two end an answer, so they are seen only where a model goes on after them.
 _CLOSING = (END, "<|call|>", "<|return|>")
 # What a body ends with.
 _ENDS = (*_CLOSING, START, CHANNEL)
-# Between a remark and the text that follows it.
+# Between bodies of one kind.
 _GAP = "\n\n"
 # What is longer is no header.
 _MAX_HEADER = 512
@@ -36,7 +35,7 @@ def has_channels(loaded: LoadedModel) -> bool:
     return CHANNEL in template and MESSAGE in template and tokenizer.get_added_vocab().keys() >= {*TOKENS}
 
 
-class ChannelParser:
+class ChannelParser(AnswerParser):
     """Takes such an answer apart, as `MessageParser` does others. `has_tools`: there are tools that could be called;
     without, messages to others are reasoning. `in_text`: the prompt ends within a text.
 
@@ -44,43 +43,27 @@ class ChannelParser:
     """
 
     def __init__(self, *, has_tools: bool = False, in_text: bool = False) -> None:
+        super().__init__()
         self._has_tools = has_tools
-        self._buffer, self._is_at_end = "", False
-        self._state: Callable[[MessagePart], bool] = self._body if in_text else self._header
+        self._state = self._body if in_text else self._header
         # What the body is, and whether nothing of it has been shown.
         self._is_reasoning = self._is_call = self._begins = False
-        self._has_reasoning = self._has_text = False
+        # Whether what has been shown is reasoning: of both kinds, perhaps.
+        self._shown: set[bool] = set()
         self._num_calls = 0
-        # Tokens of a header that is not complete yet.
-        self._num_waiting = self.num_reasoning_tokens = 0
+        # All tokens but those of a header that is not complete yet.
+        self._num_counted = 0
 
-    def push(self, texts: Sequence[str]) -> MessagePart:
-        """The texts of some tokens."""
-        part = MessagePart()
-        for text in texts:
-            self._num_waiting += 1
-            self._read(text, part)
-        return part
+    def _is_in_reasoning(self) -> bool:
+        return self._state == self._body and self._is_reasoning
 
-    def finish(self, text: str) -> MessagePart:
-        """The last part of an answer that ends with `text`."""
-        self._is_at_end = True
-        part = MessagePart()
-        self._read(text, part)
-        return part
+    def _count(self, is_reasoning: bool) -> None:
+        if is_reasoning:
+            self.num_reasoning_tokens += self._num_tokens - self._num_counted
+        if is_reasoning or self._state == self._body:
+            self._num_counted = self._num_tokens
 
-    def _read(self, text: str, part: MessagePart) -> None:
-        self._buffer += text
-        was_reasoning = self._state == self._body and self._is_reasoning
-        while self._state(part):
-            pass
-        is_body = self._state == self._body
-        if was_reasoning or (is_body and self._is_reasoning):
-            self.num_reasoning_tokens += self._num_waiting
-        if was_reasoning or is_body:
-            self._num_waiting = 0
-
-    # States. Each takes what it can from the buffer, and returns whether another one goes on with the rest.
+    # States.
 
     def _header(self, part: MessagePart) -> bool:
         rest = self._buffer.lstrip()
@@ -102,10 +85,10 @@ class ChannelParser:
         self._buffer = body
         recipient = re.search(rf"{RECIPIENT}([^\s<]+)", header)
         channel = re.search(rf"{re.escape(CHANNEL)}\s*(\w*)", header)
-        self._begin(part, recipient[1] if recipient else "", channel[1] if channel else TEXT)
+        self._begin(part, recipient[1] if recipient else "", channel[1] if channel else FINAL)
         return True
 
-    def _begin(self, part: MessagePart, recipient: str = "", channel: str = TEXT) -> None:
+    def _begin(self, part: MessagePart, recipient: str = "", channel: str = FINAL) -> None:
         """A body begins."""
         self._is_call = bool(recipient) and self._has_tools
         self._is_reasoning = not self._is_call and (bool(recipient) or channel == REASONING)
@@ -133,13 +116,11 @@ class ChannelParser:
             return
         if self._is_call:
             part.calls.append(CallPart(self._num_calls - 1, arguments=text))
-        elif self._is_reasoning:
-            part.reasoning += _GAP + text if self._begins and self._has_reasoning else text
-            self._has_reasoning = True
+            return
+        gap = _GAP if self._begins and self._is_reasoning in self._shown else ""
+        if self._is_reasoning:
+            part.reasoning += gap + text
         else:
-            part.text += _GAP + text if self._begins and self._has_text else text
-            self._has_text = True
+            part.text += gap + text
+        self._shown.add(self._is_reasoning)
         self._begins = False
-
-
-AnswerParser = MessageParser | ChannelParser

@@ -3,6 +3,7 @@
 import json
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,49 +36,15 @@ class MessagePart:
     calls: list[CallPart] = field(default_factory=list)
 
 
-class MessageParser:
-    """`thinking`: the tags of reasoning, which has begun if `in_thought`. `calls`: how calls are written, if there may
-    be any; the answer follows a grammar then (`shared.constraints.compiler`).
+class AnswerParser(ABC):
+    """Reads an answer in states. Each takes what it can from the buffer, and returns whether another one goes on with
+    the rest. `num_reasoning_tokens`: those of reasoning, with its tags or headers."""
 
-    White space around reasoning, and between text and a call, is dropped. What may yet become a part of a tag is held
-    back, so `finish` returns the rest. `num_reasoning_tokens`: those of reasoning, with its tags.
-    """
+    _state: Callable[[MessagePart], bool]
 
-    def __init__(
-        self,
-        thinking: tuple[str, str] | None = None,
-        *,
-        in_thought: bool = False,
-        calls: CallFormat | None = None,
-        has_grammar: bool = False,
-        bare_tools: Sequence[str] = (),
-        may_repeat: bool = True,
-    ) -> None:
-        self._thinking = thinking or ("", "")
-        self._calls = calls
-        # What calls begin with within a text; empty if they are at its beginning or nowhere.
-        self._tag = calls.tag if calls and not has_grammar else ""
-        self._bare: Any = _bare_call(bare_tools) if bare_tools else None
-        self._may_repeat = may_repeat
-        # A bare call so far.
-        self._held: list[str] = []
-        self._bare_name, self._is_fenced, self._has_text = "", False, False
-        self._state: Callable[[MessagePart], bool] = self._opening
-        if in_thought:
-            self._state = self._reasoning
-        elif thinking is None:
-            self._state = self._text_begins
-        self._buffer = ""
-        self._is_at_end = False
-        # Whether white space is dropped until there is something else.
-        self._skips_space = in_thought
-        # Characters that come next, white space apart.
-        self._expected: list[str] = []
-        self._next: Callable[[MessagePart], bool] = self._rest
-        self._num_calls = 0
+    def __init__(self) -> None:
+        self._buffer, self._is_at_end = "", False
         self._num_tokens = self.num_reasoning_tokens = 0
-        # The state of the arguments: open brackets, whether in a string, and after a backslash there.
-        self._depth, self._in_string, self._is_escaped = 0, False, False
 
     def push(self, texts: Sequence[str]) -> MessagePart:
         """The texts of some tokens."""
@@ -96,13 +63,69 @@ class MessageParser:
 
     def _read(self, text: str, part: MessagePart) -> None:
         self._buffer += text
-        was_reasoning = self._state == self._reasoning
+        was_reasoning = self._is_in_reasoning()
         while self._state(part):
             pass
-        if was_reasoning or self._state == self._reasoning:  # which an answer begins with
+        self._count(was_reasoning or self._is_in_reasoning())
+
+    @abstractmethod
+    def _is_in_reasoning(self) -> bool: ...
+
+    @abstractmethod
+    def _count(self, is_reasoning: bool) -> None:
+        """Counts the tokens up to here. `is_reasoning`: the last one is of reasoning."""
+
+
+class MessageParser(AnswerParser):
+    """`thinking`: the tags of reasoning, which has begun if `in_thought`. `calls`: how calls are written, if there may
+    be any; the answer follows a grammar then (`shared.constraints.compiler`).
+
+    White space around reasoning, and between text and a call, is dropped. What may yet become a part of a tag is held
+    back, so `finish` returns the rest.
+    """
+
+    def __init__(
+        self,
+        thinking: tuple[str, str] | None = None,
+        *,
+        in_thought: bool = False,
+        calls: CallFormat | None = None,
+        has_grammar: bool = False,
+        bare_tools: Sequence[str] = (),
+        may_repeat: bool = True,
+    ) -> None:
+        super().__init__()
+        self._thinking = thinking or ("", "")
+        self._calls = calls
+        # What calls begin with within a text; empty if they are at its beginning or nowhere.
+        self._tag = calls.tag if calls and not has_grammar else ""
+        self._bare: Any = _bare_call(bare_tools) if bare_tools else None
+        self._may_repeat = may_repeat
+        # A bare call so far.
+        self._held: list[str] = []
+        self._bare_name, self._is_fenced, self._has_text = "", False, False
+        self._state = self._opening
+        if in_thought:
+            self._state = self._reasoning
+        elif thinking is None:
+            self._state = self._text_begins
+        # Whether white space is dropped until there is something else.
+        self._skips_space = in_thought
+        # Characters that come next, white space apart.
+        self._expected: list[str] = []
+        self._next: Callable[[MessagePart], bool] = self._rest
+        self._num_calls = 0
+        # The state of the arguments: open brackets, whether in a string, and after a backslash there.
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+
+    def _is_in_reasoning(self) -> bool:
+        return self._state == self._reasoning
+
+    def _count(self, is_reasoning: bool) -> None:
+        if is_reasoning:  # which an answer begins with
             self.num_reasoning_tokens = self._num_tokens
 
-    # States. Each takes what it can from the buffer, and returns whether another one goes on with the rest.
+    # States.
 
     def _opening(self, part: MessagePart) -> bool:
         """Where reasoning may begin."""

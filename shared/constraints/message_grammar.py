@@ -9,8 +9,19 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shared.chat.channels import CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, REASONING, RECIPIENT, REMARK, ROLE, START
-from shared.chat.channels import TEXT as FINAL
+from shared.chat.channels import (
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    FINAL,
+    FUNCTIONS,
+    MESSAGE,
+    REASONING,
+    RECIPIENT,
+    REMARK,
+    ROLE,
+    START,
+)
 from shared.chat.formats import ID, NUM_ID_CHARACTERS
 from shared.constraints.constraint import Constraint, MessageConstraint
 

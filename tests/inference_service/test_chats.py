@@ -21,7 +21,7 @@ from shared.constraints.constraint import Constraint
 from shared.engine.request.prompt import encode_prompt
 from shared.engine.step import Decoder
 from shared.registry.factory import open_registry
-from tests.chats import CHANNELS, TEMPLATES, build_chat_model
+from tests.chats import WAYS, build_chat_model
 from tests.fixed_costs import fixed_cost_engine
 from tests.generation import EXACT, FULL, publish, refused, request_of
 from tests.tiers import tiered
@@ -56,9 +56,6 @@ def served(registry, template, **options):
         with serving(engine, registry) as worker:
             worker.loaded = loaded
             yield worker
-
-
-WAYS = {**TEMPLATES, "channels": CHANNELS}
 
 
 @pytest.fixture(scope="module", params=tiered(WAYS, {"hermes", "in thought", "channels"}))
@@ -230,42 +227,6 @@ def test_calls_and_their_results_are_a_prompt(stub, worker):
             asked.messages[1].tool_calls[0].arguments = arguments
             _, info, text = refused(stub, request_of(chat=asked))
             assert (info.reason, "messages[1].tool_calls" in text) == ("INVALID_INPUT", True)
-
-
-def test_what_was_thought_and_said_before_a_call_is_in_the_prompt(worker):
-    call = pb.ToolCall(id="abcdefgh1", name="add", arguments='{"a": 1}')
-    said = pb.ChatMessage(role="assistant", content="I add.", reasoning="One and 11.", tool_calls=[call])
-    prompt = PreparedChat(pb.Chat(messages=[*USER, said, *USER], tools=TOOLS), worker.loaded).prompt
-    text = worker.loaded.tokenizer.decode(encode_prompt(worker.loaded, prompt))
-    if worker.template == "channels":
-        assert "<|channel|>analysis<|message|>One and 11.\n\nI add.<|end|>" in text
-    else:
-        assert prompt.messages[1]["reasoning_content"] == "One and 11."
-        assert "thinking" not in prompt.messages[1]
-    only_said = PreparedChat(
-        pb.Chat(messages=[pb.ChatMessage(role="assistant", content="So", reasoning="R")]), worker.loaded
-    )
-    assert only_said.prompt.messages[0]["content"] == "So"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "read"),
-    [
-        ("", {}),
-        (" \n", {}),
-        ("null", {}),
-        ("{", {}),
-        ('{"a": "é😀', {"a": "é😀"}),
-        ('{"a": [1, {"b": "\\', {"a": [1, {"b": ""}]}),
-    ],
-)
-def test_arguments_that_the_end_of_an_answer_cut_are_a_prompt(worker, arguments, read):
-    call = pb.ToolCall(id="abcdefgh1", name="add", arguments=arguments)
-    chat = pb.Chat(messages=[*USER, pb.ChatMessage(role="assistant", tool_calls=[call]), *USER], tools=TOOLS)
-    [told] = PreparedChat(chat, worker.loaded).prompt.messages[1]["tool_calls"]
-    takes_text = call_format(worker.loaded).takes_text
-    assert told["function"]["arguments"] == ((arguments or "{}") if takes_text else read)
-    assert encode_prompt(worker.loaded, PreparedChat(chat, worker.loaded).prompt)
 
 
 def test_a_client_has_the_whole_message(stub, worker):
