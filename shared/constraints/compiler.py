@@ -193,9 +193,11 @@ def _described(loaded: LoadedModel) -> dict[str, Any]:
     if not loaded.eos_token_ids:
         raise _not_supported("it has no end-of-sequence token")
     # The library's `from_tokenizer` does the same, but keeps the text to itself.
-    backend = copy(loaded.tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
+    backend = loaded.tokenizer.backend_tokenizer
+    if backend.padding is not None or backend.truncation is not None:
+        backend = copy(backend)  # takes four times as long as its text
+        backend.no_padding()
+        backend.no_truncation()
     return {
         "tokenizer": backend.to_str(),
         "n_vocab": loaded.vocabulary_size,
