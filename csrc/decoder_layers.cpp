@@ -47,10 +47,12 @@ void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values
 
 // What all layers of a call have in common.
 struct Call {
-  Tensor x, cos, sin;
+  Tensor x;
+  std::vector<Tensor> cos, sin;           // per kind of layer
   std::vector<TensorTable> keys, values;  // per sequence
   std::vector<int64_t> bases, counts;
-  std::vector<Tensor> masks;
+  std::vector<Tensor> masks;   // per kind those of all sequences
+  std::vector<int64_t> kinds;  // per layer; without them all are of kind 0
   int64_t heads, intermediate;
   Activation activation;
   double eps, weight_offset, scaling, query_scale;
@@ -119,19 +121,21 @@ Experts make_experts(const Call& call, const LayerTensors& t) {
 Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const float* x, float* result) {
   const int64_t width = call.x.size(2);
   const TensorInfo &keys = call.keys[0][index], &values = call.values[0][index];
+  const size_t kind = call.kinds.empty() ? 0 : call.kinds[index], sequences = call.keys.size();
+  const Tensor &cos = call.cos[kind], &sin = call.sin[kind];
   Layer layer;
   layer.tokens = call.tokens();
   PlaceArgs& place = layer.place;
   place = {
-      .cos = floats(call.cos),
-      .sin = floats(call.sin),
+      .cos = floats(cos),
+      .sin = floats(sin),
       .kv_dtype = check_kv(kOp, keys, values),
       .heads = call.heads,
       .kv_heads = keys.size(1),
       .width = keys.size(3),
       .value_width = values.size(3),
-      .rotated = call.cos.size(2),
-      .angles = call.cos.size(0) * call.cos.size(1),
+      .rotated = cos.size(2),
+      .angles = cos.size(0) * cos.size(1),
       .eps = (float)call.eps,
       .weight_offset = (float)call.weight_offset,
       .q_scale = (float)call.query_scale,
@@ -140,9 +144,9 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
   };
   NEAP_CHECK(call.heads > 0 && place.kv_heads > 0 && call.heads % place.kv_heads == 0, kOp, ": ", call.heads,
              " query heads cannot share ", place.kv_heads, " key heads");
-  NEAP_CHECK((call.cos.size(0) == 1 || call.cos.size(0) == call.x.size(0)) && call.cos.size(1) == call.x.size(1) &&
+  NEAP_CHECK((cos.size(0) == 1 || cos.size(0) == call.x.size(0)) && cos.size(1) == call.x.size(1) &&
                  place.rotated % 2 == 0 && place.rotated <= place.width,
-             kOp, ": cos ", text(call.cos), " does not fit x ", text(call.x), " with heads of ", place.width);
+             kOp, ": cos ", text(cos), " does not fit x ", text(call.x), " with heads of ", place.width);
   const auto has = [&](Norm norm) { return t.norms[norm].numel() > 0; };
   for (const auto& [norm, weight] : {std::pair{kQueryNorm, &place.q_norm}, std::pair{kKeyNorm, &place.k_norm}})
     if (has(norm)) {
@@ -150,10 +154,10 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
       *weight = floats(t.norms[norm]);
     }
   const float* sinks = t.bias(kSinks, "sinks", call.heads);
-  for (size_t s = 0; s < call.keys.size(); ++s) {
-    const bool masked = !call.masks.empty() && call.masks[s].numel() > 0;
+  for (size_t s = 0; s < sequences; ++s) {
+    const Tensor* mask = call.masks.empty() ? nullptr : &call.masks[kind * sequences + s];
     add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.counts[s],
-                 masked ? &call.masks[s] : nullptr, call.scaling, call.softcap, sinks);
+                 mask && mask->numel() > 0 ? mask : nullptr, call.scaling, call.softcap, sinks);
   }
   place.slots = layer.slots.data();
 
@@ -221,16 +225,15 @@ int64_t ranks_for(const Layer& layer) {
 
 }  // namespace
 
-Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tensor packed_table, Tensor bias_table,
-                      std::vector<Tensor> key_tables, std::vector<Tensor> value_tables, std::vector<int64_t> bases,
-                      std::vector<int64_t> counts, std::vector<Tensor> masks, std::vector<int64_t> stops,
+Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, Tensor norm_table,
+                      Tensor packed_table, Tensor bias_table, std::vector<Tensor> key_tables,
+                      std::vector<Tensor> value_tables, std::vector<int64_t> bases, std::vector<int64_t> counts,
+                      std::vector<Tensor> masks, std::vector<int64_t> kinds, std::vector<int64_t> stops,
                       int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps,
                       double weight_offset, double scaling, std::optional<double> softcap, std::vector<int64_t> places,
                       double query_scale, bool parallel_mlp, int64_t experts_per_token, bool norm_shares,
                       std::optional<Tensor> query_scales) {
   check_float(kOp, "x", x, 3);
-  check_float(kOp, "cos", cos, 3);
-  check_float(kOp, "sin", sin, 3);
   NEAP_CHECK(num_layers > 0, kOp, ": ", num_layers, " layers");
   const size_t layers = num_layers, sequences = bases.size();
   const TensorTable norms = table_of(kOp, "norms", norm_table), packed = table_of(kOp, "packed", packed_table),
@@ -244,8 +247,12 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
   for (size_t s = 0; s < sequences; ++s)
     NEAP_CHECK(keys[s].count == layers && values[s].count == layers, kOp, ": a cache of ", keys[s].count,
                " layers of keys and ", values[s].count, " of values, for ", layers, " layers");
-  NEAP_CHECK(masks.empty() || masks.size() == sequences, kOp, ": ", masks.size(), " masks for ", sequences,
+  NEAP_CHECK(!cos.empty() && cos.size() == sin.size() && (masks.empty() || masks.size() == sequences * cos.size()), kOp,
+             ": ", cos.size(), " cos, ", sin.size(), " sin and ", masks.size(), " masks, for ", sequences,
              " sequences");
+  NEAP_CHECK(kinds.empty() || kinds.size() == layers, kOp, ": ", kinds.size(), " kinds of ", layers, " layers");
+  for (int64_t kind : kinds)
+    NEAP_CHECK(kind >= 0 && (size_t)kind < cos.size(), kOp, ": kind ", kind, " of ", cos.size());
   NEAP_CHECK(norms.count == kNorms * layers && packed.count == kMatrices * layers &&
                  (biases.count == 0 || biases.count == kBiases * layers) &&
                  (places.empty() || places.size() == kPlaces),
@@ -258,16 +265,21 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
   NEAP_CHECK(experts_per_token >= 0, kOp, ": ", experts_per_token, " experts per token");
   NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
-  NEAP_CHECK(text(cos) == text(sin), kOp, ": cos ", text(cos), " and sin ", text(sin), " differ in shape");
-
+  for (size_t i = 0; i < cos.size(); ++i) {
+    check_float(kOp, "cos", cos[i], 3);
+    check_float(kOp, "sin", sin[i], 3);
+    NEAP_CHECK(text(cos[i]) == text(sin[i]), kOp, ": cos ", text(cos[i]), " and sin ", text(sin[i]),
+               " differ in shape");
+    for (Tensor* t : {&cos[i], &sin[i]})
+      if (!t->is_contiguous()) *t = torch::stable::contiguous(*t);
+  }
   if (query_scales) {
     check_float(kOp, "query_scales", *query_scales, 1);
     NEAP_CHECK(query_scales->numel() == x.size(1) || query_scales->numel() == x.size(0) * x.size(1), kOp,
                ": query_scales ", text(*query_scales), " do not fit x ", text(x));
     if (!query_scales->is_contiguous()) query_scales = torch::stable::contiguous(*query_scales);
   }
-  for (Tensor* t : {&x, &cos, &sin})
-    if (!t->is_contiguous()) *t = torch::stable::contiguous(*t);
+  if (!x.is_contiguous()) x = torch::stable::contiguous(x);
   const Call call{
       .x = x,
       .cos = cos,
@@ -277,6 +289,7 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
       .bases = bases,
       .counts = counts,
       .masks = masks,
+      .kinds = kinds,
       .heads = heads,
       .intermediate = intermediate,
       .activation = activation_of(kOp, activation),

@@ -29,11 +29,9 @@ from shared.model.substitution.attention import attention_mask as causal_mask
 from shared.model.substitution.attention import masks_made_by, ragged_mask
 from shared.model.substitution.layer import Hooks
 from shared.model.substitution.match import Unsuitable
-from shared.model.substitution.plan import doubled
+from shared.model.substitution.plan import Angles, doubled
 from shared.model.substitution.ragged import Span
 from shared.model.substitution.trace import by_name
-
-Angles = tuple[Tensor, Tensor]
 
 _FIRST_ROWS = 256  # positions in a new table of angles
 _MOST_OFFSET = 8  # rows before that of position 0 in an embedding of positions
@@ -111,11 +109,9 @@ class DirectPass:
         self._tables = [
             AngleTable(module, state, loaded.context_length, edges, settings) for module, state, settings in calls
         ]
-        # The numbers of each layer's angles and mask, and the end of the layers that share both.
-        self._ends = [*range(1, len(self.inputs) + 1)]
-        for index in reversed(range(len(self.inputs) - 1)):
-            if self.inputs[index] == self.inputs[index + 1]:
-                self._ends[index] = self._ends[index + 1]
+        # The different pairs of angles and mask that layers get, and that of each layer.
+        self._given = list(dict.fromkeys(self.inputs))
+        self._kinds = [self._given.index(pair) for pair in self.inputs]
         # A direct pass calls no hooks. If there are any, it is not used.
         self._hooks = Hooks(loaded.model.base_model.modules())
 
@@ -147,10 +143,10 @@ class DirectPass:
             tables = [doubled(*angles) for angles in tables]
         masks = [() if mask.causal_until == math.inf else mask.of(spans, len(token_ids)) for mask in self._masks]
         given = [
-            (None if of_angles is None else tables[of_angles], masks[of_mask]) for of_angles, of_mask in self.inputs
+            (None if of_angles is None else tables[of_angles], masks[of_mask]) for of_angles, of_mask in self._given
         ]
         positions = _places(spans)[None] if self._scales_queries else None
-        return self._gates.run_stacked(first, last, state, given, self._ends, cache, captured, positions)
+        return self._gates.run_stacked(first, last, state, given, self._kinds, cache, captured, positions)
 
     @staticmethod
     def _placed(rows: Tensor, weight: Tensor, offset: int, spans: Sequence[Span]) -> Tensor:

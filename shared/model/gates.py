@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel
 from shared.errors import UnsupportedModel
 from shared.model.cache_argument import LAYER_CACHE_ARGUMENTS, with_cache
 from shared.model.substitution.layer import Hooks, LayerStack, run_plan
-from shared.model.substitution.plan import FusedCache
+from shared.model.substitution.plan import FusedCache, Given
 from shared.model.substitution.trace import by_name
 
 LayerOutput = Tensor | tuple[Any, ...]
@@ -153,7 +153,7 @@ class Gates:
         may_stack = self._may_stack and self._running is self.forwards and not self._hooks.are_any()
         if self._stack is not None and may_stack:
             stops = [depth for depth in self._captured or () if index < depth < self._last]
-            plan = self._stack.plan(index, min([*stops, self._last]))
+            plan = self._stack.plan(index, min([*stops, self._last]), of_one_kind=True)
             if plan is not None and len(plan.indices) > 1 and (out := run_plan(plan, args, kwargs)) is not None:
                 self._stacked_until = index + len(plan.indices)
                 self._stacked_with = [(name, kwargs.get(name)) for name in _SHARED_ARGUMENTS]
@@ -246,15 +246,15 @@ class Gates:
         first: int,
         last: int,
         state: Tensor,
-        given: Sequence[tuple[tuple[Tensor, Tensor] | None, Sequence[Tensor]]],
-        ends: Sequence[int],
+        given: Sequence[Given],
+        kinds: Sequence[int],
         cache: FusedCache,
         captured: dict[int, Tensor] | None,
         positions: Tensor | None = None,
     ) -> Tensor | None:
         """As `run`, but only the fused layers, without the model's forward around them. `given`: angles and masks of
-        each layer. `ends`: of each layer, the end of the layers that share them. `positions` [1, Q]: those of the
-        tokens, needed if layers scale their queries by them.
+        each kind of layer. `kinds`: that of each layer. `positions` [1, Q]: those of the tokens, needed if layers scale
+        their queries by them.
         None if a layer must run its own forward. Layers before it may have run then. Hooks are not called.
         """
         if self._stack is None:
@@ -262,7 +262,7 @@ class Gates:
         captured = {} if captured is None else captured
         depth = first
         while depth < last:
-            plan = self._stack.plan(depth, min(last, ends[depth]))
+            plan = self._stack.plan(depth, last, of_one_kind=False)
             if plan is None:
                 return None
             end, inside = depth + len(plan.indices), dict[int, Tensor]()
@@ -271,7 +271,7 @@ class Gates:
                     captured[stop] = state
                 elif depth < stop < end:
                     inside[stop - depth] = state
-            state = plan.run(state, given[depth][0], cache, given[depth][1], inside, positions)
+            state = plan.run(state, given, cache, kinds[depth:end], inside, positions)
             for count, inner in inside.items():
                 captured[depth + count] = inner
             depth = end

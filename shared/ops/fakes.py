@@ -68,8 +68,8 @@ def _ragged_contiguous_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) 
 
 def _decoder_layers(
     x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Sequence[Tensor],
+    sin: Sequence[Tensor],
     norms: Tensor,
     packed: Tensor,
     biases: Tensor,
@@ -78,6 +78,7 @@ def _decoder_layers(
     bases: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
+    kinds: Sequence[int],
     stops: Sequence[int],
     *others: Any,
 ) -> Tensor:

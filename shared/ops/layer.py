@@ -12,6 +12,8 @@ from torch import Tensor
 
 from shared.ops import begin_call
 
+_CAUSAL = torch.empty(0, dtype=torch.bool)
+
 
 class TensorTable:
     """Tensors that an op takes as one argument: `table` tells where they are. None of them may be resized.
@@ -108,6 +110,15 @@ class LayerKV(NamedTuple):
     counts: list[int]
 
 
+class LayerInputs(NamedTuple):
+    """What layers of one kind are given beside the state: angles [B or 1, Q, R], and a mask per sequence as in
+    `shared.ops.ragged_contiguous_attention`. Without masks all queries attend causally."""
+
+    cos: Tensor
+    sin: Tensor
+    masks: Sequence[Tensor] = ()
+
+
 # The steps that `profile_layers` tells apart. "place": head norms, rotary positions, and writing keys and values.
 STEPS = ("norms", "matmuls", "place", "attention")
 
@@ -125,11 +136,10 @@ def profile_layers(is_on: bool) -> dict[str, float]:
 
 def decoder_layers(
     x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    inputs: Sequence[LayerInputs],
     weights: LayerWeights,
     kv: LayerKV,
-    masks: Sequence[Tensor] = (),
+    kinds: Sequence[int] = (),
     captured: dict[int, Tensor] | None = None,
     query_scales: Tensor | None = None,
 ) -> Tensor:
@@ -137,26 +147,30 @@ def decoder_layers(
     Q, D] -> [B, Q, D]. A parallel MLP reads x in place of h. `LayerWeights` says what else may differ.
 
     The output of one layer is the x of the next. The tokens of x are those of all sequences, one after another:
-    `kv.counts[s]` of sequence s. The first R numbers of queries and keys are rotated by cos, sin [B or 1, Q, R], halves
-    paired. Rotated queries are multiplied by `query_scales` [Q] or [B * Q], if any. Keys and values are written to
-    `kv`, then queries attend as in `shared.ops.ragged_contiguous_attention`; without `masks`, all causally. The bits
-    are those of the single ops, called one after another.
+    `kv.counts[s]` of sequence s. Layer n is given `inputs[kinds[n]]`, and the first of them if there are no `kinds`.
+    The first R numbers of queries and keys are rotated, halves paired. Rotated queries are multiplied by `query_scales`
+    [Q] or [B * Q], if any. Keys and values are written to `kv`, then queries attend. The bits are those of the single
+    ops, called one after another.
 
     `captured`: for each key n, 1 to `weights.num_layers` - 1, the state after the first n layers becomes its value [B,
     Q, D].
     """
     begin_call(x)
     stops = sorted(captured or ())
+    masks: list[Tensor] = []
+    if any(of_kind.masks for of_kind in inputs):
+        masks = [mask for of_kind in inputs for mask in of_kind.masks or [_CAUSAL] * len(kv.bases)]
     states: Tensor = torch.ops.neap.decoder_layers.default(
         x,
-        cos,
-        sin,
+        [of_kind.cos for of_kind in inputs],
+        [of_kind.sin for of_kind in inputs],
         *(each.table for each in weights.tables),
         [each.table for each in kv.keys],
         [each.table for each in kv.values],
         kv.bases,
         kv.counts,
         masks,
+        kinds,
         stops,
         weights.num_layers,
         weights.num_heads,

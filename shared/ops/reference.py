@@ -187,8 +187,8 @@ def paged_attention(
 
 def decoder_layers(
     x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Sequence[Tensor],
+    sin: Sequence[Tensor],
     norms: Sequence[Tensor],
     matrices: Sequence[Tensor],
     biases: Sequence[Tensor],
@@ -197,6 +197,7 @@ def decoder_layers(
     bases: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
+    kinds: Sequence[int],
     stops: Sequence[int],
     num_layers: int,
     *others: Any,
@@ -211,8 +212,10 @@ def decoder_layers(
 
     for layer in range(num_layers):
         of_layer = (part(each, layer) for each in (norms, matrices, biases, keys, values))
-        arguments: tuple[Any, ...] = (*of_layer, bases, counts, masks, *others)
-        x = _decoder_layer(x, cos, sin, *arguments)
+        kind = kinds[layer] if kinds else 0
+        seen = masks[kind * len(bases) : (kind + 1) * len(bases)]
+        arguments: tuple[Any, ...] = (*of_layer, bases, counts, seen, *others)
+        x = _decoder_layer(x, cos[kind], sin[kind], *arguments)
         if layer + 1 in (*stops, num_layers):
             states.append(x)
     return torch.stack(states)

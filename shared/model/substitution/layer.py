@@ -91,30 +91,26 @@ def run_plan(plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
-    return None if masks is None else plan.run(hidden, angles, cache, masks, positions=positions)
+    return None if masks is None else plan.run(hidden, [(angles, masks)], cache, positions=positions)
 
 
 class LayerStack:
     """The fused layers of a model, of which consecutive ones can run as one op.
 
-    `forwards`: of all layers. `kinds`: of each layer, what decides over its arguments beside the state; layers of
-    different kinds are not run together.
+    `forwards`: of all layers. `kinds`: of each layer, what decides over its arguments beside the state.
     """
 
     def __init__(self, forwards: Sequence[Callable[..., Any]], kinds: Sequence[object]) -> None:
         owners = [getattr(forward, "__self__", None) for forward in forwards]
         self._layers = [owner if isinstance(owner, FusedLayer) else None for owner in owners]
-        forms = [
-            (kind, layer.plan.form) if layer is not None and layer.plan is not None else None
-            for layer, kind in zip(self._layers, kinds, strict=True)
-        ]
+        forms = [None if layer is None or layer.plan is None else layer.plan.form for layer in self._layers]
         # (first, end) -> the layers, and their plan as one.
         self._stacked: dict[tuple[int, int], tuple[list[FusedLayer], LayerPlan]] = {}
-        # For each layer, the end of the longest run of layers of its form that begins with it.
-        self._ends = list(range(1, len(forms) + 1))
-        for index in reversed(range(len(forms) - 1)):
-            if forms[index] is not None and forms[index] == forms[index + 1]:
-                self._ends[index] = self._ends[index + 1]
+        # For each layer, the end of the longest run of layers of its form that begins with it, and of its kind, too.
+        self._ends = _ends_of(forms)
+        self._ends_of_kind = _ends_of(
+            [None if form is None else (kind, form) for kind, form in zip(kinds, forms, strict=True)]
+        )
 
     @property
     def scales_queries(self) -> bool:
@@ -131,10 +127,10 @@ class LayerStack:
     def all_fused(self) -> bool:
         return all(layer is not None for layer in self._layers)
 
-    def plan(self, first: int, last: int) -> LayerPlan | None:
+    def plan(self, first: int, last: int, *, of_one_kind: bool) -> LayerPlan | None:
         """The plan of as many layers from `first` on, below `last`, as can run as one op.
         None if one of them must run its own forward. Hooks are not called."""
-        end = min(self._ends[first], last)
+        end = min((self._ends_of_kind if of_one_kind else self._ends)[first], last)
         known = self._stacked.get((first, end))
         if known is None:
             layers = [layer for layer in self._layers[first:end] if layer is not None]
@@ -148,6 +144,15 @@ class LayerStack:
                 self._stacked.clear()  # it would keep the weights of a layer that has been disabled
                 return None
         return plan
+
+
+def _ends_of(values: Sequence[object]) -> list[int]:
+    """For each of `values`, the end of the longest run of equal ones that begins with it. None equals nothing."""
+    ends = list(range(1, len(values) + 1))
+    for index in reversed(range(len(values) - 1)):
+        if values[index] is not None and values[index] == values[index + 1]:
+            ends[index] = ends[index + 1]
+    return ends
 
 
 def _only_supported_arguments(kwargs: dict[str, Any]) -> bool:

@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from shared.model.substitution.match import Activation, Experts, GatedMlp, Norm, PackedLinear, Router, Unsuitable
 from shared.model.substitution.trace import Attention, Event, OfPositions, Trace
-from shared.ops.layer import LayerKV, LayerWeights, decoder_layers, stacked
+from shared.ops.layer import LayerInputs, LayerKV, LayerWeights, decoder_layers, stacked
+
+Angles = tuple[Tensor, Tensor]
+# What layers of one kind get beside the state: cosines and sines [B or 1, Q, R], if any, and a mask per sequence.
+Given = tuple[Angles | None, Sequence[Tensor]]
 
 SUMS = ["add", "add"]
 FLOAT_BYTES = 4
@@ -51,30 +55,35 @@ class LayerPlan:
     def run(
         self,
         hidden: Tensor,
-        angles: tuple[Tensor, Tensor] | None,
+        given: Sequence[Given],
         cache: FusedCache,
-        masks: Sequence[Tensor] = (),
+        kinds: Sequence[int] = (),
         captured: dict[int, Tensor] | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The layers' output [B, Q, D] for states [B, Q, D]. `masks` and `captured` as in `decoder_layers`. `positions`
-        [B or 1, Q] int64: those of the tokens, which queries may be scaled by."""
+        """The layers' output [B, Q, D] for states [B, Q, D]. `given`, by `kinds`, and `captured` as in
+        `decoder_layers`. `positions` [B or 1, Q] int64: those of the tokens, which queries may be scaled by."""
         keys, values = self.keys_like, self.values_like
         if hidden.shape[0] > 1:
             keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
-        if angles is None or not self.rotates:
-            angles = hidden[:1, :, :0], hidden[:1, :, :0]
-        elif self.half_angles and angles[0].shape[2] == self.half_angles:
-            angles = doubled(*angles)
+        inputs = [LayerInputs(*self._angles(angles, hidden), masks) for angles, masks in given]
         kv = cache.layers_kv(keys, values, self.indices)
         more: dict[str, Tensor] = {}
         if self.query_scales is not None:
             assert positions is not None
             more["query_scales"] = self.query_scales.of(positions).flatten()
-        return decoder_layers(hidden, *angles, weights=self.weights, kv=kv, masks=masks, captured=captured, **more)
+        return decoder_layers(hidden, inputs, weights=self.weights, kv=kv, kinds=kinds, captured=captured, **more)
+
+    def _angles(self, angles: Angles | None, hidden: Tensor) -> Angles:
+        """What the op rotates by."""
+        if angles is None or not self.rotates:
+            return hidden[:1, :, :0], hidden[:1, :, :0]
+        if self.half_angles and angles[0].shape[2] == self.half_angles:
+            return doubled(*angles)
+        return angles
 
 
-def doubled(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def doubled(cos: Tensor, sin: Tensor) -> Angles:
     """Angles [B, Q, R] that are given once for both halves of a head, for each half."""
     return cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
 

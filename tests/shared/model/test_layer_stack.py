@@ -51,7 +51,14 @@ def _run(runner: ContiguousRunner, ids: Tensor, depths: list[int]) -> list[Tenso
     return states
 
 
-@pytest.mark.parametrize("family", tiered(["llama", "qwen3", "mistral-sliding"], {"mistral-sliding"}))
+# Layers of the last three are of two kinds: they get different masks, those of Gemma also different angles.
+@pytest.mark.parametrize(
+    "family",
+    tiered(
+        ["llama", "qwen3", "mistral-sliding", "qwen2-sliding", "gpt-oss-sliding", "gemma3-sliding"],
+        {"mistral-sliding", "gemma3-sliding"},
+    ),
+)
 @pytest.mark.parametrize("depths", [[0, NUM_LAYERS], [0, 2, NUM_LAYERS]])
 def test_a_pass_is_one_op_with_the_bits_of_single_layers(family, depths, spans):
     ids = torch.randint(2, VOCABULARY_SIZE, (1, 7))
@@ -71,16 +78,18 @@ def test_a_pass_is_one_op_with_the_bits_of_single_layers(family, depths, spans):
     assert spans == [1] * NUM_LAYERS
 
 
-def test_several_sequences_share_the_op(spans):
-    ids = torch.randint(2, VOCABULARY_SIZE, (1, 5))
+@pytest.mark.parametrize("family", ["llama", "gemma3-sliding"])
+def test_several_sequences_share_the_op(family, spans):
+    """One of them is longer than a window."""
+    ids = torch.randint(2, VOCABULARY_SIZE, (1, 9))
     states = []
     for hooked in (False, True):
-        loaded = _loaded()
+        loaded = _loaded(family)
         runner = ContiguousRunner(loaded)
         if hooked:
             _one_by_one(loaded)
         caches = [runner.new_cache(9) for _ in range(2)]
-        parts = [RaggedSequence(caches[0], 0, 2), RaggedSequence(caches[1], 0, 3)]
+        parts = [RaggedSequence(caches[0], 0, 2), RaggedSequence(caches[1], 0, 7)]
         del spans[:]
         states.append(runner.run_ragged(ids, parts, first=0, last=NUM_LAYERS))
         assert spans == ([1] * NUM_LAYERS if hooked else [NUM_LAYERS])

@@ -14,7 +14,7 @@ from torch import Tensor
 from shared import ops
 from shared.ops import reference
 from shared.ops.experts import choose_experts, expert_table, experts
-from shared.ops.layer import LayerKV, LayerWeights, TensorTable, decoder_layers, stacked
+from shared.ops.layer import LayerInputs, LayerKV, LayerWeights, TensorTable, decoder_layers, stacked
 from tests.tiers import tiered
 
 DRAWN = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -124,6 +124,11 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, LayerKV, list[Tensor]]:
     return torch.randn(1, tokens, p["width"]), cos, sin, kv, masks
 
 
+def _given(p: dict) -> LayerInputs:
+    _, cos, sin, _, masks = _inputs(p)
+    return LayerInputs(cos, sin, masks if any(mask.numel() for mask in masks) else ())
+
+
 def _kv(keys: list[Tensor], values: list[Tensor], *places: list[int]) -> LayerKV:
     """The caches of one layer: a tensor per sequence. `places`: bases and counts."""
     return LayerKV([TensorTable([own]) for own in keys], [TensorTable([own]) for own in values], *places)
@@ -145,7 +150,7 @@ def _flat(
     w = weights
     return (
         *(w.norms, matrices, w.biases, _stores(kv.keys), _stores(kv.values), *kv[2:]),
-        *(masks, [], w.num_layers, w.num_heads, w.intermediate),
+        *(masks, [], [], w.num_layers, w.num_heads, w.intermediate),
         *(w.activation, w.eps, w.weight_offset, w.scaling, w.softcap, w.places, w.query_scale, w.parallel_mlp),
         *(w.experts_per_token, w.norm_shares, scales),
     )
@@ -177,7 +182,7 @@ def _step_by_step(x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: Laye
     with pytest.MonkeyPatch.context() as patch:
         for name, single in singles.items():
             patch.setattr(reference, name, single)
-        return reference.decoder_layers(x, cos, sin, *_flat(w, w.packed, kv, *others))[-1]
+        return reference.decoder_layers(x, [cos], [sin], *_flat(w, w.packed, kv, *others))[-1]
 
 
 def _unpacked(packed: Tensor) -> Any:
@@ -192,7 +197,7 @@ def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None
     weights, (x, cos, sin, kv, masks) = _weights(p), _inputs(p)
     expected_kv, spec_kv, scales = _copy(kv), _copy(kv), _scales(p, x)
     torch.set_num_threads(threads)
-    out = decoder_layers(x, cos, sin, weights, kv, masks, query_scales=scales)
+    out = decoder_layers(x, [LayerInputs(cos, sin, masks)], weights, kv, query_scales=scales)
     torch.set_num_threads(1)
     assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_kv, masks, scales))
     for kept, expected in zip(kv[:2], expected_kv[:2], strict=True):
@@ -200,7 +205,7 @@ def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None
     if weights.experts_per_token < p["experts"]:
         return  # of two nearly equal experts, sums in another order may choose the other one
     matrices: list[Any] = [_unpacked(packed) for packed in weights.packed]
-    spec = reference.decoder_layers(x, cos, sin, *_flat(weights, matrices, spec_kv, masks, scales))[-1]
+    spec = reference.decoder_layers(x, [cos], [sin], *_flat(weights, matrices, spec_kv, masks, scales))[-1]
     # Sums in another order may round a key or a value of 16 bits to its neighbour.
     tolerance = 1e-4 if p["kv_dtype"] == torch.float32 else 1e-2
     torch.testing.assert_close(out, spec, atol=tolerance * float(spec.abs().max()), rtol=1e-3)
@@ -208,14 +213,20 @@ def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None
 
 @DRAWN
 @given(
-    p=layers(), num_layers=st.sampled_from([2, 5]), threads=st.sampled_from([1, 2]), wanted=st.sets(st.integers(1, 4))
+    p=layers(),
+    kinds=st.lists(st.integers(0, 2), min_size=2, max_size=5),
+    threads=st.sampled_from([1, 2]),
+    wanted=st.sets(st.integers(1, 4)),
 )
 def test_a_stack_has_the_bits_of_its_layers_one_after_another(
-    isa: str, p: dict, num_layers: int, threads: int, wanted: set[int]
+    isa: str, p: dict, kinds: list[int], threads: int, wanted: set[int]
 ) -> None:
+    num_layers = len(kinds)
     wanted = {count for count in wanted if count < num_layers}
     parts = [_weights(p) for _ in range(num_layers)]
-    x, cos, sin, _, masks = _inputs(p)
+    x, *_ = _inputs(p)
+    # Layers of kind 1 attend causally, and one kind may be that of no layer.
+    given_each = [_given(p), _given({**p, "spans": [(*span[:2], False) for span in p["spans"]]}), _given(p)]
     kvs = [_inputs(p)[3] for _ in parts]
     keys, values = (
         [
@@ -228,12 +239,12 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
     torch.set_num_threads(threads)
     captured = dict.fromkeys(wanted, x[:0])
     kv = LayerKV(keys, values, *kvs[0][2:])
-    out = decoder_layers(x, cos, sin, stacked(parts), kv, masks, captured)
+    out = decoder_layers(x, given_each, stacked(parts), kv, kinds, captured)
     torch.set_num_threads(1)
     assert torch.equal(x, before)
     states = []
-    for weights, kv in zip(parts, kvs, strict=True):
-        x = decoder_layers(x, cos, sin, weights, kv, masks)
+    for weights, kv, kind in zip(parts, kvs, kinds, strict=True):
+        x = decoder_layers(x, [given_each[kind]], weights, kv)
         states.append(x)
     assert torch.equal(out, x)
     assert captured.keys() == wanted
@@ -258,10 +269,10 @@ def test_threads_that_are_late_change_nothing(count: int, num_experts: int) -> N
     copies = [_copy(kv) for _ in parts]
     keys, values = (TensorTable([one[at][0].tensors[0] for one in copies]) for at in (0, 1))
     both = LayerKV([keys], [values], *kv[2:])
-    expected = decoder_layers(x, cos, sin, stacked(parts), both, masks)
+    expected = decoder_layers(x, [LayerInputs(cos, sin, masks)], stacked(parts), both)
     torch.set_num_threads(6)
     for _ in range(60):
-        assert torch.equal(decoder_layers(x, cos, sin, stacked(parts), both, masks), expected)
+        assert torch.equal(decoder_layers(x, [LayerInputs(cos, sin, masks)], stacked(parts), both), expected)
 
 
 def test_layers_of_different_forms_are_not_stacked() -> None:
@@ -276,7 +287,7 @@ def test_a_token_has_the_same_bits_alone(isa: str, p: dict) -> None:
     p = {**p, "spans": [(base, min(count, 5), False) for base, count, _ in p["spans"]]}
     weights, (x, cos, sin, kv, _) = _weights(p), _inputs(p)
     alone_kv, scales = _copy(kv), _scales(p, x)
-    out = decoder_layers(x, cos, sin, weights, kv, query_scales=scales)
+    out = decoder_layers(x, [LayerInputs(cos, sin)], weights, kv, query_scales=scales)
     token = 0
     for index, (base, count, _) in enumerate(p["spans"]):
         for step in range(count):
@@ -284,7 +295,8 @@ def test_a_token_has_the_same_bits_alone(isa: str, p: dict) -> None:
             place = [base + step]
             own_kv = LayerKV([alone_kv.keys[index]], [alone_kv.values[index]], place, [1])
             own_scales = None if scales is None else scales[own]
-            alone = decoder_layers(x[:, own], cos[:, own], sin[:, own], weights, own_kv, query_scales=own_scales)
+            angles = LayerInputs(cos[:, own], sin[:, own])
+            alone = decoder_layers(x[:, own], [angles], weights, own_kv, query_scales=own_scales)
             assert torch.equal(alone, out[:, own])
             token += 1
 
@@ -322,16 +334,16 @@ def test_rows_of_a_batch_share_positions_or_have_their_own() -> None:
     x, (cos, sin) = torch.randn(2, 3, 12), torch.randn(2, 2, 3, 8).unbind()
     stores = [torch.zeros(1, 2, 7, 8) for _ in range(4)]
     for angles in ((cos, sin), (cos[:1], sin[:1])):
-        out = decoder_layers(x, *angles, weights, _kv(stores[:2], stores[2:], [4, 1], [3, 3]))
+        out = decoder_layers(x, [LayerInputs(*angles)], weights, _kv(stores[:2], stores[2:], [4, 1], [3, 3]))
         for row, base in enumerate((4, 1)):
             own = [angle[row : row + 1] if len(angle) > 1 else angle for angle in angles]
             own_kv = _kv(stores[row : row + 1], stores[2 + row : 3 + row], [base], [3])
-            assert torch.equal(decoder_layers(x[row : row + 1], *own, weights, own_kv)[0], out[row])
+            assert torch.equal(decoder_layers(x[row : row + 1], [LayerInputs(*own)], weights, own_kv)[0], out[row])
 
 
 def test_no_tokens_are_no_work() -> None:
     weights, (x, cos, sin, kv, _) = _weights(SMALL), _inputs(SMALL)
-    out = decoder_layers(x[:, :0], cos[:, :0], sin[:, :0], weights, kv)
+    out = decoder_layers(x[:, :0], [LayerInputs(cos[:, :0], sin[:, :0])], weights, kv)
     assert out.shape == (1, 0, 12)
 
 
@@ -368,7 +380,11 @@ def test_no_tokens_are_no_work() -> None:
         ({"num_layers": 2}, "a cache of 1 layers of keys and 1 of values, for 2 layers"),
         ({"x": torch.zeros(1, 3, 12)}, "does not fit x"),
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
-        ({"masks": [PLAIN, PLAIN]}, "2 masks for 1 sequences"),
+        ({"masks": [PLAIN, PLAIN]}, "1 cos, 1 sin and 2 masks, for 1 sequences"),
+        ({"inputs": []}, "0 cos, 0 sin"),
+        ({"kinds": [0, 0]}, "2 kinds of 1 layers"),
+        ({"kinds": [1]}, "kind 1 of 1"),
+        ({"kinds": [-1]}, "kind -1 of 1"),
         ({"query_scales": torch.ones(3)}, r"query_scales \[3\] do not fit x"),
         ({"captured": [1]}, "stop 1 is out of order, or not between 1 and 0"),
         ({"captured": [0]}, "stop 0 is out of order"),
@@ -377,10 +393,11 @@ def test_no_tokens_are_no_work() -> None:
 def test_wrong_arguments_are_named(change: dict, message: str) -> None:
     weights, (x, cos, sin, kv, masks) = _weights(SMALL), _inputs(SMALL)
     kv = kv._replace(**change.pop("kv", {}))
-    x, masks = change.pop("x", x), change.pop("masks", masks)
+    x, masks, kinds = change.pop("x", x), change.pop("masks", masks), change.pop("kinds", [])
+    inputs = change.pop("inputs", [LayerInputs(cos, sin, masks)])
     captured, scales = dict.fromkeys(change.pop("captured", []), x), change.pop("query_scales", None)
     with pytest.raises(RuntimeError, match=message):
-        decoder_layers(x, cos, sin, replace(weights, **change), kv, masks, captured, scales)
+        decoder_layers(x, inputs, replace(weights, **change), kv, kinds, captured, scales)
 
 
 @pytest.mark.parametrize(
@@ -396,13 +413,13 @@ def test_wrong_experts_are_named(change: dict, message: str) -> None:
     p = {**SMALL, "experts": 3}
     weights, (x, cos, sin, kv, _) = _weights(p), _inputs(p)
     with pytest.raises(RuntimeError, match=message):
-        decoder_layers(x, cos, sin, replace(weights, **change), kv)
+        decoder_layers(x, [LayerInputs(cos, sin)], replace(weights, **change), kv)
 
 
 def test_what_is_no_table_is_refused() -> None:
     weights, (x, cos, sin, kv, _) = _weights(SMALL), _inputs(SMALL)
     kv.keys[0].table = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="keys is not a table"):
-        decoder_layers(x, cos, sin, weights, kv)
+        decoder_layers(x, [LayerInputs(cos, sin)], weights, kv)
     with pytest.raises(RuntimeError, match="at most 4 dimensions"):
         TensorTable([torch.zeros(1, 1, 1, 1, 1)])

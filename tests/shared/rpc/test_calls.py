@@ -150,16 +150,20 @@ def test_a_client_that_does_not_read_does_not_hold_a_drain(scripted, num_respons
 
 
 def test_a_client_that_reads_gets_all_of_its_answer_during_a_drain(scripted):
-    begun, num_written, num_waited = threading.Event(), 0, -1
+    begun, written, num_waited = threading.Event(), [], 0
 
     async def generate(request, context):
-        nonlocal num_written
-        for num_written in range(100):
+        for number in range(100):
+            written.append(number)
             begun.set()
             yield inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(text="x" * 100_000))
 
-    async def written():
-        return num_written
+    async def num_written():
+        return len(written)
+
+    def wait_for_more(num_waited):
+        """The server may not have seen yet that the client has read, and one message has one wait alone."""
+        wait_until(lambda: len(written) > num_waited or len(written) == 100)
 
     scripted.on_generate = generate
     with (
@@ -172,9 +176,8 @@ def test_a_client_that_reads_gets_all_of_its_answer_during_a_drain(scripted):
         num_read = 0
         for num_read, _ in enumerate(call, 1):
             if num_read in (30, 60, 90):  # together longer than one message may take
-                # The server may not have seen yet that the client has read, and one message has one wait alone.
-                wait_until(lambda: num_written > num_waited or num_written == 99)
+                wait_for_more(num_waited)
                 pass_time(server, 25)
-                num_waited = asyncio.run_coroutine_threadsafe(written(), server.loop).result(60)
+                num_waited = asyncio.run_coroutine_threadsafe(num_written(), server.loop).result(60)
         assert num_read == 100
         draining.result(60)
