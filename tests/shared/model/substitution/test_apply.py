@@ -1,6 +1,7 @@
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,14 +35,17 @@ def _built() -> None:
 
 
 @pytest.fixture
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model of another test uses the rotary function."""
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No model of another test uses the rotary function, and none of this one goes on to use it."""
     gc.collect()
     for module in (modeling_llama, modeling_mistral):
         original = rotary._originals.get(module.__name__, module.apply_rotary_pos_emb)
         monkeypatch.setattr(module, rotary.FUNCTION, original)
     for counts in ("_users", "_originals"):
         monkeypatch.setattr(rotary, counts, {})
+    yield
+    gc.collect()  # before the others' counts come back
+    assert not any(rotary._users.values())
 
 
 def _ids(*shape: int) -> Tensor:
