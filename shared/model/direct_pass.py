@@ -29,7 +29,7 @@ from shared.model.substitution.attention import attention_mask as causal_mask
 from shared.model.substitution.attention import masks_made_by, ragged_mask
 from shared.model.substitution.layer import Hooks
 from shared.model.substitution.match import Unsuitable
-from shared.model.substitution.plan import Angles, doubled
+from shared.model.substitution.plan import Angles
 from shared.model.substitution.ragged import Span
 from shared.model.substitution.trace import by_name
 
@@ -103,7 +103,7 @@ class DirectPass:
     def __init__(self, loaded: LoadedModel, gates: Gates) -> None:
         """Raises `Unsuitable` with the reason why the model's own forward is needed."""
         self._embedding = loaded.parts.embedding
-        self._gates, self._scales_queries, self._doubles = gates, gates.scales_queries, gates.halves_angles
+        self._gates, self._scales_queries = gates, gates.scales_queries
         calls, self._masks, self.inputs, self._positions = _watch(loaded)
         edges = borders(loaded.model.config, loaded.context_length)
         self._tables = [
@@ -139,8 +139,6 @@ class DirectPass:
             if self._positions is not None:
                 state = self._placed(state, *self._positions, spans)
         tables = [table.of(spans) for table in self._tables]
-        if self._doubles:  # once for all layers
-            tables = [doubled(*angles) for angles in tables]
         masks = [() if mask.causal_until == math.inf else mask.of(spans, len(token_ids)) for mask in self._masks]
         given = [
             (None if of_angles is None else tables[of_angles], masks[of_mask]) for of_angles, of_mask in self._given

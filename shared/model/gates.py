@@ -236,11 +236,6 @@ class Gates:
         """Whether layers scale their queries by positions."""
         return self._stack is not None and self._stack.scales_queries
 
-    @property
-    def halves_angles(self) -> bool:
-        """Whether layers are given angles once for both halves of a head."""
-        return self._stack is not None and self._stack.halves_angles
-
     def run_stacked(
         self,
         first: int,

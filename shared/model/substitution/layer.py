@@ -119,11 +119,6 @@ class LayerStack:
         return any(plan is not None and plan.query_scales is not None for plan in plans)
 
     @property
-    def halves_angles(self) -> bool:
-        """Whether each layer is given angles once for both halves of a head."""
-        return all(layer is not None and layer.plan is not None and layer.plan.half_angles for layer in self._layers)
-
-    @property
     def all_fused(self) -> bool:
         return all(layer is not None for layer in self._layers)
 

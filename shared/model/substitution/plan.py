@@ -79,13 +79,9 @@ class LayerPlan:
         if angles is None or not self.rotates:
             return hidden[:1, :, :0], hidden[:1, :, :0]
         if self.half_angles and angles[0].shape[2] == self.half_angles:
-            return doubled(*angles)
+            cos, sin = angles
+            return cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
         return angles
-
-
-def doubled(cos: Tensor, sin: Tensor) -> Angles:
-    """Angles [B, Q, R] that are given once for both halves of a head, for each half."""
-    return cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
 
 
 def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
