@@ -47,7 +47,9 @@ class Shape:
     """As in a Hugging Face config. `has_qk_norm`: whether each head's queries and keys are normalised.
     `llama3_factor`: that of Llama 3.1's scaling of rotary embeddings; 0: there is none. `window`: that of most layers;
     0: all see everything. `has_added_norms`: whether what attention and the MLP add is normed. `is_tied`: whether the
-    head is the embedding. `num_experts`: each with `inner` rows; 0: there is one MLP."""
+    head is the embedding. `num_experts`: each with `inner` rows; 0: there is one MLP. `full_head_dim`: of each fifth
+    layer, which sees everything; 0: all heads are alike. `num_sharing`: the last layers, which read the keys and values
+    of others and have twice as many `inner` rows. `layer_width`: of what each layer gets of a token for itself."""
 
     architecture: str
     num_layers: int
@@ -66,9 +68,13 @@ class Shape:
     is_tied: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
+    full_head_dim: int = 0
+    num_sharing: int = 0
+    layer_width: int = 0
 
 
 GEMMA3: dict[str, Any] = {"window": 512, "has_qk_norm": True, "has_added_norms": True, "is_tied": True}
+GEMMA4: dict[str, Any] = {**GEMMA3, "full_head_dim": 512, "layer_width": 256}
 MOE: dict[str, Any] = {"has_qk_norm": True, "num_experts": 128, "experts_per_token": 8}
 GPT_OSS: dict[str, Any] = {"num_experts": 32, "experts_per_token": 4, "window": 128}
 SHAPES = {
@@ -79,6 +85,7 @@ SHAPES = {
     ),
     "gemma3-270m": Shape("gemma3", 18, 640, 2048, 4, 1, 256, 262144, 32768, 1000000.0, **GEMMA3),
     "gemma3-1b": Shape("gemma3", 26, 1152, 6912, 4, 1, 256, 262144, 32768, 1000000.0, **GEMMA3),
+    "gemma4-e2b": Shape("gemma4", 35, 1536, 6144, 8, 1, 256, 262144, 131072, 1000000.0, **GEMMA4, num_sharing=20),
     # It has layer norms, biases, plain MLPs and an embedding of positions.
     "gpt2": Shape("gpt2", 12, 768, 3072, 12, 12, 64, 50257, 1024, 0.0, is_tied=True),
     # Five of the 48 layers of Qwen3-30B-A3B.
@@ -132,18 +139,27 @@ def tensors(shape: Shape, plain: Kind | None) -> Iterator[Tensor]:
     if has_biases:
         yield "output_norm.bias", (shape.width,), Kind.F32
         yield "position_embd.weight", (shape.context, shape.width), Kind.F32
-    if shape.llama3_factor:
-        yield norm("rope_freqs", shape.head_dim // 2)
+    if shape.llama3_factor or shape.full_head_dim:
+        yield norm("rope_freqs", (shape.full_head_dim or shape.head_dim) // 2)
+    if shape.layer_width:
+        of_all = shape.num_layers * shape.layer_width
+        yield matrix("per_layer_token_embd", shape.vocabulary, of_all, Kind.Q5_K)
+        yield "per_layer_model_proj.weight", (of_all, shape.width), plain or Kind.BF16
+        yield norm("per_layer_proj_norm", shape.layer_width)
     eighth = shape.num_layers // 8
     for layer in range(shape.num_layers):
         # llama.cpp's rule for the layers whose values and last products get more bits.
         more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
         block, precise = f"blk.{layer}.", Kind.Q6_K if more else Kind.Q4_K
+        sees_all, shares = shape.full_head_dim and layer % 5 == 4, layer >= shape.num_layers - shape.num_sharing
+        head = shape.full_head_dim if sees_all else shape.head_dim
+        queries, keys, inner = shape.num_heads * head, shape.num_kv_heads * head, shape.inner * (1 + shares)
         yield norm(f"{block}attn_norm")
         yield norm(f"{block}{mlp_norm}")
         if shape.has_qk_norm:
-            yield norm(f"{block}attn_q_norm", shape.head_dim)
-            yield norm(f"{block}attn_k_norm", shape.head_dim)
+            yield norm(f"{block}attn_q_norm", head)
+            if not shares:
+                yield norm(f"{block}attn_k_norm", head)
         if shape.has_added_norms:
             yield norm(f"{block}post_attention_norm")
             yield norm(f"{block}post_ffw_norm")
@@ -154,11 +170,17 @@ def tensors(shape: Shape, plain: Kind | None) -> Iterator[Tensor]:
             yield matrix(f"{block}attn_qkv", queries + 2 * keys, shape.width, Kind.Q5_K)
         else:
             yield matrix(f"{block}attn_q", queries, shape.width)
-            yield matrix(f"{block}attn_k", keys, shape.width)
-            yield matrix(f"{block}attn_v", keys, shape.width, precise)
+            if not shares:
+                yield matrix(f"{block}attn_k", keys, shape.width)
+                yield matrix(f"{block}attn_v", keys, shape.width, precise)
         yield matrix(f"{block}attn_output", shape.width, queries)
-        mlp = [matrix(f"{block}ffn_{name}", shape.inner, shape.width) for name in ("gate", "up")[has_biases:]]
-        mlp.append(matrix(f"{block}ffn_down", shape.width, shape.inner, precise))
+        mlp = [matrix(f"{block}ffn_{name}", inner, shape.width) for name in ("gate", "up")[has_biases:]]
+        mlp.append(matrix(f"{block}ffn_down", shape.width, inner, precise))
+        if shape.layer_width:
+            yield matrix(f"{block}inp_gate", shape.layer_width, shape.width)
+            yield matrix(f"{block}proj", shape.width, shape.layer_width)
+            yield norm(f"{block}post_norm")
+            yield norm(f"{block}layer_output_scale", 1)
         if shape.num_experts:
             yield f"{block}ffn_gate_inp.weight", (shape.num_experts, shape.width), Kind.F32
             own = plain or Kind.MXFP4
@@ -178,6 +200,8 @@ def tensors(shape: Shape, plain: Kind | None) -> Iterator[Tensor]:
 def numbers(shape: Shape, tensor: Tensor, generator: np.random.Generator) -> np.ndarray:
     """float32 [N] of a norm; bytes [rows, bytes per row] of a matrix, of several [E, rows, bytes per row]."""
     name, size, kind = tensor
+    if name == "rope_freqs.weight" and shape.full_head_dim:
+        return np.where(np.arange(size[0]) < size[0] // 4, 1.0, 1e30).astype(np.float32)
     if name == "rope_freqs.weight":
         return llama3_factors(shape.rope_theta, shape.head_dim // 2, shape.llama3_factor).astype(np.float32)
     if len(size) == 1:
@@ -215,6 +239,26 @@ def add_tokenizer(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
     writer.add_eos_token_id(min(values["eos_token_id"][0], size - 1))
 
 
+def state_kinds(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    """The statements of Gemma 4, whose layers are of several kinds."""
+    for width, add in (
+        (shape.full_head_dim, (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count)),
+        (
+            shape.head_dim,
+            (writer.add_key_length_swa, writer.add_value_length_swa, writer.add_rope_dimension_count_swa),
+        ),
+    ):
+        for each in add:
+            each(width)
+    writer.add_rope_freq_base_swa(10000.0)
+    writer.add_sliding_window_pattern([layer % 5 != 4 for layer in range(shape.num_layers)])
+    writer.add_shared_kv_layers(shape.num_sharing)
+    writer.add_embedding_length_per_layer_input(shape.layer_width)
+    own = shape.num_layers - shape.num_sharing
+    writer.add_feed_forward_length([shape.inner] * own + [2 * shape.inner] * shape.num_sharing)
+    writer.add_final_logit_softcapping(30.0)
+
+
 def write(shape: Shape, target: Path, tokenizer: Path, plain: Kind | None) -> None:
     writer = gguf.GGUFWriter(target, shape.architecture)
     writer.add_name(f"random {target.stem}")
@@ -235,6 +279,8 @@ def write(shape: Shape, target: Path, tokenizer: Path, plain: Kind | None) -> No
         writer.add_layer_norm_eps(NORM)
     if shape.window:
         writer.add_sliding_window(shape.window)
+    if shape.full_head_dim:
+        state_kinds(writer, shape)
     if shape.architecture == "gpt-oss":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(32.0)

@@ -190,10 +190,10 @@ STABLE_TORCH_LIBRARY(neap, m) {
   m.def(
       "decoder_layers(Tensor x, Tensor[] cos, Tensor[] sin, Tensor norms, Tensor packed, Tensor biases, "
       "Tensor(a!)[] keys, Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt[] kinds, "
-      "SymInt[] stops, SymInt num_layers, SymInt heads, SymInt intermediate, str activation, float eps, "
+      "SymInt[] stops, SymInt num_layers, SymInt heads, SymInt[] intermediates, str activation, float eps, "
       "float weight_offset, float scaling, float? softcap=None, SymInt[] places=[], float query_scale=1.0, "
-      "bool parallel_mlp=False, SymInt experts_per_token=0, bool norm_shares=False, Tensor? query_scales=None) -> "
-      "Tensor");
+      "bool parallel_mlp=False, SymInt experts_per_token=0, bool norm_shares=False, Tensor? query_scales=None, "
+      "bool norm_values=False, SymInt[] reads_kv=[], Tensor? ends=None, Tensor? per_layer_inputs=None) -> Tensor");
   m.def("expert_table(Tensor[] packed, Tensor? inner_bias=None, Tensor? bias=None) -> Tensor");
   m.def(
       "choose_experts(Tensor x, Tensor router, SymInt num_experts, SymInt chosen, bool normed, Tensor? bias=None) -> "

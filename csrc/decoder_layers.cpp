@@ -1,6 +1,6 @@
 // Consecutive pre-norm decoder layers as one op: h = x + attention(norm(x)), then h + mlp(norm(h)), all steps of all
 // layers in one parallel region. What attention and the MLP add may be normed, too, and an MLP that is parallel to
-// attention adds to the same x.
+// attention adds to the same x. What a layer is given of each token may be mixed in last.
 //
 // It calls the same kernels in the same order as the separate ops do, so its result has the bits of the modules'.
 #include "layer.h"
@@ -17,6 +17,8 @@ constexpr const char* kOp = "decoder_layers";
 enum Norm { kInputNorm, kMlpNorm, kQueryNorm, kKeyNorm, kAttendedNorm, kOutputNorm, kNorms };
 // Without keys, queries have all three. kInner is the experts' table and kUp their router.
 enum Product { kQueries, kKeys, kValues, kOut, kInner, kUp, kDown, kMatrices };
+// What follows the MLP: matrices, a norm, and the number that the layer's output is multiplied by.
+enum End { kGivenGate, kGivenOut, kGivenNorm, kScale, kEnds };
 // Those of kQueries to kOut have the products' numbers. kInnerBias: with that of kUp behind it, or the router's.
 enum Bias { kInnerBias = kInner, kDownBias, kSinks, kBiases };
 // Where head 0 of queries, keys and values is in the one projection of all three, and how far its heads are apart.
@@ -53,22 +55,25 @@ struct Call {
   std::vector<int64_t> bases, counts;
   std::vector<Tensor> masks;   // per kind those of all sequences
   std::vector<int64_t> kinds;  // per layer; without them all are of kind 0
-  int64_t heads, intermediate;
+  int64_t heads;
   Activation activation;
   double eps, weight_offset, scaling, query_scale;
   std::optional<double> softcap;
   std::vector<int64_t> places;
   bool parallel_mlp;
   int64_t experts_per_token;  // 0: there are no experts
-  bool norm_shares;
+  bool norm_shares, norm_values;
   std::optional<Tensor> query_scales;  // [Q] or [B * Q]
+  std::optional<Tensor> given;         // [B * Q, layers, P]
 
   int64_t tokens() const { return x.size(0) * x.size(1); }
 };
 
 // The tensors of one layer. No biases means that there are none.
 struct LayerTensors {
-  TensorTable norms, packed, biases;
+  TensorTable norms, packed, biases, ends;
+  int64_t intermediate;
+  bool reads_kv;
 
   // Null if the layer has none, else contiguous [size].
   const float* bias(size_t at, const char* name, int64_t size) const {
@@ -105,8 +110,8 @@ Experts make_experts(const Call& call, const LayerTensors& t) {
   const int64_t width = call.x.size(2), tokens = call.tokens();
   Experts experts{.table = experts_of(kOp, t.packed[kInner]), .tokens = tokens, .activation = call.activation};
   const ExpertTable& table = experts.table;
-  NEAP_CHECK(table.width == width && table.intermediate == call.intermediate, kOp, ": experts have matrices [",
-             table.intermediate, ", ", table.width, "], want [", call.intermediate, ", ", width, "]");
+  NEAP_CHECK(table.width == width && table.intermediate == t.intermediate, kOp, ": experts have matrices [",
+             table.intermediate, ", ", table.width, "], want [", t.intermediate, ", ", width, "]");
   NEAP_CHECK(!t.biases.count || t.biases[kDownBias].numel() == 0, kOp, ": the biases of experts are in their table");
   check_chosen(kOp, call.experts_per_token, table.count);
   experts.router = linear_args<TensorInfo>(kOp, "router", t.packed[kUp], nullptr,
@@ -114,6 +119,32 @@ Experts make_experts(const Call& call, const LayerTensors& t) {
   experts.choice = {.experts = table.count, .chosen = call.experts_per_token, .normed = call.norm_shares};
   experts.sum = {.width = width, .chosen = call.experts_per_token};
   return experts;
+}
+
+// Adds to a layer what follows its MLP and makes its output from `result`, in place.
+void add_end(const Call& call, const LayerTensors& t, int64_t index, float* result, Layer* layer) {
+  const auto has = [&](End end) { return t.ends[end].numel() > 0; };
+  const float* scale = nullptr;
+  if (has(kScale)) {
+    check_vector(kOp, "a layer's scale", t.ends[kScale], 1);
+    scale = floats(t.ends[kScale]);
+  }
+  if (!has(kGivenNorm)) {
+    NEAP_CHECK(!scale || layer->output_norm.weight, kOp, ": a scale needs a norm of what the MLP adds");
+    layer->output_norm.scale = scale;
+    return;
+  }
+  NEAP_CHECK(call.given, kOp, ": layers that are given something need per_layer_inputs");
+  const int64_t width = call.x.size(2), columns = call.given->size(2), tokens = layer->tokens;
+  layer->given = floats(*call.given) + index * columns;
+  layer->given_row = call.given->size(1) * columns;
+  layer->given_gate = linear_args<TensorInfo>(kOp, "given_gate", t.ends[kGivenGate], nullptr, nullptr, tokens, width,
+                                              columns, call.activation);
+  layer->given_out =
+      linear_args<TensorInfo>(kOp, "given_out", t.ends[kGivenOut], nullptr, nullptr, tokens, columns, width);
+  layer->given_norm = norm_of(call, t.ends[kGivenNorm], width, nullptr);
+  layer->given_norm.scale = scale;
+  layer->given_gate.x = layer->given_norm.residual = layer->given_norm.out = result;
 }
 
 // A layer that reads from `x` and writes to `result`, both [tokens, D]. They may be the same memory: x is last read in
@@ -138,6 +169,7 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
       .angles = cos.size(0) * cos.size(1),
       .eps = (float)call.eps,
       .weight_offset = (float)call.weight_offset,
+      .norms_values = call.norm_values,
       .q_scale = (float)call.query_scale,
       .q_scales = call.query_scales ? floats(*call.query_scales) : nullptr,
       .scales = call.query_scales ? call.query_scales->numel() : 1,
@@ -169,11 +201,11 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
              ": what a parallel MLP adds cannot be normed");
   const int64_t q = call.heads * place.width, k = place.kv_heads * place.width, v = place.kv_heads * place.value_width;
   const bool apart = t.packed[kKeys].numel() > 0;
-  const Sizes parts = apart ? Sizes{q, k, v} : Sizes{q + k + v};
+  const Sizes parts = t.reads_kv ? Sizes{q} : apart ? Sizes{q, k, v} : Sizes{q + k + v};
   int64_t places[kPlaces] = {0, place.width, apart ? 0 : q, place.width, apart ? 0 : q + k, place.value_width};
-  std::copy(call.places.begin(), call.places.end(), places);
+  if (!t.reads_kv) std::copy(call.places.begin(), call.places.end(), places);
   const int64_t counts[] = {call.heads, place.kv_heads, place.kv_heads};
-  for (size_t i = 0; i < 3; ++i) {
+  for (size_t i = 0; i < (t.reads_kv ? 1 : 3); ++i) {
     const int64_t at = places[2 * i], step = places[2 * i + 1], size = i == 2 ? place.value_width : place.width;
     NEAP_CHECK(at >= 0 && step >= size && at + (counts[i] - 1) * step + size <= parts[apart ? i : 0], kOp,
                ": heads of ", size, " from ", at, " on, ", step, " apart, exceed a projection of ",
@@ -193,8 +225,8 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
   if (call.experts_per_token) {
     layer.experts = make_experts(call, t);
   } else {
-    layer.inner = matmul(up ? "gate" : "inner", kInner, up, kInnerBias, width, call.intermediate, call.activation);
-    layer.down = matmul("down", kDown, nullptr, kDownBias, call.intermediate, width);
+    layer.inner = matmul(up ? "gate" : "inner", kInner, up, kInnerBias, width, t.intermediate, call.activation);
+    layer.down = matmul("down", kDown, nullptr, kDownBias, t.intermediate, width);
   }
   layer.down.out = result;
   if (has(kAttendedNorm)) {
@@ -207,6 +239,8 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
     layer.output_norm = norm_of(call, t.norms[kOutputNorm], width, nullptr);
     layer.output_norm.out = result;
   }
+  if (t.ends.count) add_end(call, t, index, result, &layer);
+  if (t.reads_kv) place.kv_heads = 0;  // nothing is placed
   return layer;
 }
 
@@ -229,15 +263,18 @@ Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin
                       Tensor packed_table, Tensor bias_table, std::vector<Tensor> key_tables,
                       std::vector<Tensor> value_tables, std::vector<int64_t> bases, std::vector<int64_t> counts,
                       std::vector<Tensor> masks, std::vector<int64_t> kinds, std::vector<int64_t> stops,
-                      int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps,
-                      double weight_offset, double scaling, std::optional<double> softcap, std::vector<int64_t> places,
-                      double query_scale, bool parallel_mlp, int64_t experts_per_token, bool norm_shares,
-                      std::optional<Tensor> query_scales) {
+                      int64_t num_layers, int64_t heads, std::vector<int64_t> intermediates, std::string activation,
+                      double eps, double weight_offset, double scaling, std::optional<double> softcap,
+                      std::vector<int64_t> places, double query_scale, bool parallel_mlp, int64_t experts_per_token,
+                      bool norm_shares, std::optional<Tensor> query_scales, bool norm_values,
+                      std::vector<int64_t> reads_kv, std::optional<Tensor> end_table,
+                      std::optional<Tensor> per_layer_inputs) {
   check_float(kOp, "x", x, 3);
   NEAP_CHECK(num_layers > 0, kOp, ": ", num_layers, " layers");
   const size_t layers = num_layers, sequences = bases.size();
   const TensorTable norms = table_of(kOp, "norms", norm_table), packed = table_of(kOp, "packed", packed_table),
-                    biases = table_of(kOp, "biases", bias_table);
+                    biases = table_of(kOp, "biases", bias_table),
+                    ends = end_table ? table_of(kOp, "ends", *end_table) : TensorTable{};
   std::vector<TensorTable> keys, values;
   for (const Tensor& table : key_tables) keys.push_back(table_of(kOp, "keys", table));
   for (const Tensor& table : value_tables) values.push_back(table_of(kOp, "values", table));
@@ -258,6 +295,10 @@ Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin
                  (places.empty() || places.size() == kPlaces),
              kOp, ": ", norms.count, " norms, ", packed.count, " matrices, ", biases.count, " biases and ",
              places.size(), " places for ", layers, " layers, want 6, 7, 7 or 0 each, and 6 or 0 places");
+  NEAP_CHECK(intermediates.size() == layers && (reads_kv.empty() || reads_kv.size() == layers) &&
+                 (ends.count == 0 || ends.count == kEnds * layers),
+             kOp, ": ", intermediates.size(), " widths of MLPs, ", reads_kv.size(), " of reads_kv and ", ends.count,
+             " of ends for ", layers, " layers");
   stops.push_back(num_layers);
   for (size_t i = 0; i < stops.size(); ++i)
     NEAP_CHECK(stops[i] > (i ? stops[i - 1] : 0) && stops[i] <= num_layers, kOp, ": stop ", stops[i],
@@ -279,6 +320,13 @@ Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin
                ": query_scales ", text(*query_scales), " do not fit x ", text(x));
     if (!query_scales->is_contiguous()) query_scales = torch::stable::contiguous(*query_scales);
   }
+  if (per_layer_inputs) {
+    check_float(kOp, "per_layer_inputs", *per_layer_inputs, 3);
+    NEAP_CHECK(per_layer_inputs->size(0) == x.size(0) * x.size(1) && per_layer_inputs->size(1) == num_layers, kOp,
+               ": per_layer_inputs ", text(*per_layer_inputs), " do not fit x ", text(x), " and ", num_layers,
+               " layers");
+    if (!per_layer_inputs->is_contiguous()) per_layer_inputs = torch::stable::contiguous(*per_layer_inputs);
+  }
   if (!x.is_contiguous()) x = torch::stable::contiguous(x);
   const Call call{
       .x = x,
@@ -291,7 +339,6 @@ Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin
       .masks = masks,
       .kinds = kinds,
       .heads = heads,
-      .intermediate = intermediate,
       .activation = activation_of(kOp, activation),
       .eps = eps,
       .weight_offset = weight_offset,
@@ -302,7 +349,9 @@ Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin
       .parallel_mlp = parallel_mlp,
       .experts_per_token = experts_per_token,
       .norm_shares = norm_shares,
+      .norm_values = norm_values,
       .query_scales = query_scales,
+      .given = per_layer_inputs,
   };
   Sizes sizes = sizes_of(x);
   sizes.insert(sizes.begin(), (int64_t)stops.size());
@@ -324,6 +373,9 @@ Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin
         .norms = part(norms, i, num_layers),
         .packed = part(packed, i, num_layers),
         .biases = part(biases, i, num_layers),
+        .ends = part(ends, i, num_layers),
+        .intermediate = intermediates[i],
+        .reads_kv = !reads_kv.empty() && reads_kv[i] != 0,
     };
     stack.push_back(make_layer(call, tensors, i, entering, leaving));
     entering = leaving;
@@ -336,14 +388,14 @@ Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin
     layer.ranks = ranks;
     layer.count(neap::kernels());
     Arena size(nullptr);
-    layer.lay_out(&size, x.size(2), intermediate);
+    layer.lay_out(&size, x.size(2));
     floats_used = std::max(floats_used, size.used());
   }
   // One layer's intermediate results overwrite those of the layer before.
   float* scratch = thread_scratch(floats_used);
   for (Layer& layer : stack) {
     Arena arena(scratch);
-    layer.lay_out(&arena, x.size(2), intermediate);
+    layer.lay_out(&arena, x.size(2));
   }
   in_team(ranks, [&](Team& team) {
     for (const Layer& layer : stack) layer.run(team);

@@ -34,7 +34,7 @@ class StepClock {
 }  // namespace
 
 // Sets the input and output pointers of every step to pieces of the arena.
-void Layer::lay_out(Arena* arena, int64_t width, int64_t intermediate) {
+void Layer::lay_out(Arena* arena, int64_t width) {
   normed = arena->take((norms_alone() ? ranks : 1) * tokens * width);
   for (LinearArgs& projection : projections) projection.out = arena->take(tokens * projection.out_features);
   const LinearArgs &q = projections.front(), &v = projections.back(), &k = projections[projections.size() / 2];
@@ -68,7 +68,7 @@ void Layer::lay_out(Arena* arena, int64_t width, int64_t intermediate) {
     attended_norm.out = hidden;
   }
   if (!mlp_norm.x) mlp_norm.x = hidden;
-  down.x = inner.out = arena->take(experts.tokens ? 0 : tokens * intermediate);
+  down.x = inner.out = arena->take(experts.tokens ? 0 : tokens * inner.out_features);
   if (output_norm.weight) {
     down.residuals[0] = nullptr;
     down.out = added;
@@ -80,6 +80,10 @@ void Layer::lay_out(Arena* arena, int64_t width, int64_t intermediate) {
     std::copy(down.residuals, down.residuals + 2, experts.sum.residuals);
     experts.lay_out(arena);
     mlp_norm.out = experts.x;
+  }
+  if (given) {
+    given_out.x = given_gate.out = arena->take(tokens * given_gate.out_features);
+    given_norm.x = given_out.out = added;
   }
   scratches = arena->take(ranks * scratch);
 }
@@ -101,6 +105,10 @@ void Layer::count(const Kernels& kernels) {
   out_items = kernels.linear_items(out, ranks);
   inner_items = kernels.linear_items(inner, ranks);
   down_items = kernels.linear_items(down, ranks);
+  if (given) {
+    given_gate_items = kernels.linear_items(given_gate, ranks);
+    given_out_items = kernels.linear_items(given_out, ranks);
+  }
   experts.ranks = ranks;
 }
 
@@ -171,6 +179,16 @@ void Layer::run(Team& team) const {
     linear(down, down_items);
   }
   norm_once(output_norm);
+  if (!given) return;
+  linear(given_gate, given_gate_items);
+  const int64_t columns = given_gate.out_features;
+  team.share(tokens, [&](int64_t b, int64_t e) {
+    for (int64_t token = b; token < e; ++token)
+      for (int64_t i = 0; i < columns; ++i) given_gate.out[token * columns + i] *= given[token * given_row + i];
+  });
+  meet(kMatmuls);
+  linear(given_out, given_out_items);
+  norm_once(given_norm);
 }
 
 Tensor profile_layers(bool is_on) {

@@ -21,13 +21,18 @@ struct Layer {
   bool split_keys = false;
   LinearArgs out{}, inner{}, down{};  // inner: gate and up of the MLP, or its only one before the activation
   Experts experts{};                  // in place of inner and down, if it has tokens
+  // What follows the MLP, if there is a norm: h + norm(given_out(given_gate(h) * given)), all times a scale.
+  LinearArgs given_gate{}, given_out{};
+  RowNormArgs given_norm{};
+  const float* given = nullptr;  // [tokens, given_gate.out_features], tokens `given_row` apart
+  int64_t given_row = 0;
   // *_ends: running totals, see each_loop.
   std::vector<int64_t> projection_items, projection_ends, problem_ends, block_ends;
-  int64_t out_items = 0, inner_items = 0, down_items = 0;
+  int64_t out_items = 0, inner_items = 0, down_items = 0, given_gate_items = 0, given_out_items = 0;
   float *scratches = nullptr, *normed = nullptr;
 
   bool norms_alone() const { return tokens <= kTokensNormedAlone; }
-  void lay_out(Arena* arena, int64_t width, int64_t intermediate);
+  void lay_out(Arena* arena, int64_t width);
   void count(const Kernels& kernels);
   void run(Team& team) const;
 };

@@ -47,19 +47,20 @@ def _llama_like(config: type, **changes: object) -> hf.PretrainedConfig:
     return config(**{**LLAMA_LIKE, **changes})
 
 
-def gemma4(full_key_heads: int) -> hf.PretrainedConfig:
-    """Heads of the full layers are wider, so that not all layers have the same configuration."""
-    return _llama_like(
-        hf.Gemma4TextConfig,
-        head_dim=8,
-        global_head_dim=16,
-        attention_k_eq_v=True,
-        num_global_key_value_heads=full_key_heads,
-        sliding_window=5,
-        layer_types=ALTERNATING,
-        num_kv_shared_layers=0,
-        hidden_size_per_layer_input=0,
-    )
+def gemma4(full_key_heads: int = 1, **changes: object) -> hf.PretrainedConfig:
+    """Heads of the full layers are wider, so that not all layers have the same configuration. Without `changes` their
+    keys are their values, as in the largest ones."""
+    usual = {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": full_key_heads,
+        "sliding_window": 5,
+        "layer_types": ALTERNATING,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+    }
+    return _llama_like(hf.Gemma4TextConfig, **{**usual, **changes})
 
 
 FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
@@ -108,7 +109,18 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "gemma3-sliding": lambda: _llama_like(
         hf.Gemma3TextConfig, head_dim=8, sliding_window=5, layer_types=ALTERNATING, query_pre_attn_scalar=8
     ),
-    "gemma4": lambda: gemma4(1),
+    "gemma4": gemma4,
+    # As E2B and E4B: the last layers read the keys and values of earlier ones, and each gets a vector of the token's own.
+    "gemma4-sliding": lambda: gemma4(
+        attention_k_eq_v=False,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY_SIZE,
+        use_double_wide_mlp=True,
+    ),
+    "gemma4-experts": lambda: gemma4(
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24
+    ),
     "gpt2": lambda: hf.GPT2Config(n_embd=32, n_layer=NUM_LAYERS, n_head=4, n_positions=128, **SHARED),
     "gpt-neox": lambda: hf.GPTNeoXConfig(**{k: v for k, v in LLAMA_LIKE.items() if k != "num_key_value_heads"}),
     "phi2": lambda: _llama_like(hf.PhiConfig),

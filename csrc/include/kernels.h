@@ -35,9 +35,11 @@ struct LinearArgs {
 
 // An RMS norm, or with a bias a layer norm, which also subtracts the row's mean.
 struct RowNormArgs {
-  const float *x, *weight, *bias;  // [rows, width] rows `x_stride` apart, [width], [width] or null
-  const float* residual;           // [rows, width] contiguous, added last, or null
-  float* out;                      // [rows, width] contiguous
+  const float* x;               // [rows, width], rows `x_stride` apart
+  const float *weight, *bias;   // [width] or null
+  const float* residual;        // [rows, width] contiguous, added, or null
+  const float* scale;           // [1] or null: the result is multiplied by it last
+  float* out;                   // [rows, width] contiguous
   int64_t width, x_stride;
   float eps, weight_offset;
 };
@@ -58,10 +60,8 @@ struct Slot {
 
 // The steps of a layer between its projections and attention: head norms, rotary positions, writing keys and values.
 struct PlaceArgs {
-  // [tokens, heads or kv_heads, width or value_width] tokens *_row apart and heads *_head; q and k are changed in
-  // place.
-  float *q, *k;
-  const float* v;
+  // [tokens, heads or kv_heads, width or value_width] tokens *_row apart and heads *_head, changed in place.
+  float *q, *k, *v;
   const float *q_norm, *k_norm;  // [width] or null
   const float *cos, *sin;        // [angles, rotated]; token t has row t % angles
   const Slot* slots;             // [tokens]
@@ -69,6 +69,7 @@ struct PlaceArgs {
   int64_t q_row, k_row, v_row, q_head, k_head, v_head;
   int64_t heads, kv_heads, width, value_width, rotated, angles;
   float eps, weight_offset;
+  bool norms_values;      // without a weight
   float q_scale;          // queries are multiplied by it first
   const float* q_scales;  // [scales] or null: and by these last; token t by number t % scales
   int64_t scales;

@@ -5,20 +5,23 @@
 
 namespace neap::NEAP_ISA {
 
+// Normalises one head of one token in place.
+inline void norm_head(const PlaceArgs& args, const float* weight, int64_t width, float* head) {
+  const RowNormArgs norm_args{
+      .x = head,
+      .weight = weight,
+      .out = head,
+      .width = width,
+      .x_stride = width,
+      .eps = args.eps,
+      .weight_offset = args.weight_offset,
+  };
+  row_norm(norm_args, 0, 1);
+}
+
 // Normalises (unless `norm` is null) and rotates one head of one token in place.
 inline void turn_head(const PlaceArgs& args, const float* norm, int64_t token, float* head) {
-  if (norm) {
-    const RowNormArgs norm_args{
-        .x = head,
-        .weight = norm,
-        .out = head,
-        .width = args.width,
-        .x_stride = args.width,
-        .eps = args.eps,
-        .weight_offset = args.weight_offset,
-    };
-    row_norm(norm_args, 0, 1);
-  }
+  if (norm) norm_head(args, norm, args.width, head);
   const int64_t angle = token % args.angles * args.rotated;
   const RotaryArgs rotary_args{
       .x = head,
@@ -51,8 +54,9 @@ inline void place(const PlaceArgs& args, int64_t begin, int64_t end) {
       round_row(k, args.width, args.kv_dtype, slot.key + head * slot.key_head);
     } else {
       const int64_t head = line - args.heads - args.kv_heads;
-      round_row(args.v + token * args.v_row + head * args.v_head, args.value_width, args.kv_dtype,
-                slot.value + head * slot.value_head);
+      float* v = args.v + token * args.v_row + head * args.v_head;
+      if (args.norms_values) norm_head(args, nullptr, args.value_width, v);
+      round_row(v, args.value_width, args.kv_dtype, slot.value + head * slot.value_head);
     }
   }
 }

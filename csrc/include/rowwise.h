@@ -36,14 +36,18 @@ inline void row_norm(const RowNormArgs& args, int64_t begin, int64_t end) {
     const float scale = 1.f / __builtin_sqrtf(total / (float)width + args.eps);
     const Vec scales = splat(scale);
     for (i = 0; i < whole; i += kLanes) {
-      Vec value = ((load(x + i) - means) * scales) * (load(args.weight + i) + offset);
+      Vec value = (load(x + i) - means) * scales;
+      if (args.weight) value = value * (load(args.weight + i) + offset);
       if (args.bias) value = value + load(args.bias + i);
-      store(out + i, residual ? load(residual + i) + value : value);
+      if (residual) value = load(residual + i) + value;
+      store(out + i, args.scale ? value * splat(*args.scale) : value);
     }
     for (; i < width; ++i) {
-      float value = ((x[i] - mean) * scale) * (args.weight[i] + args.weight_offset);
+      float value = (x[i] - mean) * scale;
+      if (args.weight) value *= args.weight[i] + args.weight_offset;
       if (args.bias) value += args.bias[i];
-      out[i] = residual ? residual[i] + value : value;
+      if (residual) value = residual[i] + value;
+      out[i] = args.scale ? value * *args.scale : value;
     }
   }
 }

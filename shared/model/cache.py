@@ -159,7 +159,12 @@ class ContiguousCache(LengthlessCache, KVCache):
         keys, values = self.layer_tensors(key_states, value_states, layer_idx)
         keys[:, :, self._base : self._end] = key_states
         values[:, :, self._base : self._end] = value_states
-        return keys[:, :, : self._end], values[:, :, : self._end]
+        return self.seen(layer_idx)
+
+    def seen(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Views [B, Hkv, base + Q, Dh] of a layer's keys and values up to the end of the pass, which has written them
+        before."""
+        return self._keys[layer_idx][:, :, : self._end], self._values[layer_idx][:, :, : self._end]
 
     def layer_tensors(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """A layer's whole tensors [B, Hkv, capacity, Dh]. The first call allocates them for states of this form."""
@@ -169,19 +174,19 @@ class ContiguousCache(LengthlessCache, KVCache):
             self._values[layer_idx] = self._allocate(value_states)
         return keys, self._values[layer_idx]
 
-    def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
-        """The tensors of layers of one form, per row, and the positions in them that the pass will write.
+    def layers_kv(self, likes: Sequence[tuple[Tensor, Tensor]], layers: tuple[int, ...]) -> LayerKV:
+        """The tensors of layers, per row, and the positions in them that the pass will write.
 
-        `keys` and `values` [B, Hkv, any, Dh] show the form of what will be written.
+        `likes`: of each layer keys and values [B, Hkv, any, Dh] that show the form of what will be written.
         """
-        rows = keys.shape[0]
-        return LayerKV(*self.tables(keys, values, layers), self._bases * rows, self._counts * rows)
+        rows = likes[0][0].shape[0]
+        return LayerKV(*self.tables(likes, layers), self._bases * rows, self._counts * rows)
 
-    def tables(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> KVTables:
-        """Tables of the keys and of the values of `layers`, one per row. `keys` and `values` as in `layers_kv`."""
+    def tables(self, likes: Sequence[tuple[Tensor, Tensor]], layers: tuple[int, ...]) -> KVTables:
+        """Tables of the keys and of the values of `layers`, one per row. `likes` as in `layers_kv`."""
         tables = self._tables.get(layers)
         if tables is None:
-            both = [self.layer_tensors(keys, values, layer) for layer in layers]
+            both = [self.layer_tensors(*like, layer) for like, layer in zip(likes, layers, strict=True)]
             tables = self._tables[layers] = (
                 _tables_of_rows([row_keys for row_keys, _ in both]),
                 _tables_of_rows([row_values for _, row_values in both]),

@@ -10,7 +10,7 @@ same tokens give the same bits. Everything else, such as a model with hooks, goe
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from shared.model.substitution.layer import Hooks
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.plan import Angles
 from shared.model.substitution.ragged import Span
-from shared.model.substitution.trace import by_name
+from shared.model.substitution.trace import GIVEN, by_name
 
 _FIRST_ROWS = 256  # positions in a new table of angles
 _MOST_OFFSET = 8  # rows before that of position 0 in an embedding of positions
@@ -104,7 +104,7 @@ class DirectPass:
         """Raises `Unsuitable` with the reason why the model's own forward is needed."""
         self._embedding = loaded.parts.embedding
         self._gates, self._scales_queries = gates, gates.scales_queries
-        calls, self._masks, self.inputs, self._positions = _watch(loaded)
+        calls, self._masks, self.inputs, self._positions, self._per_layer = _watch(loaded)
         edges = borders(loaded.model.config, loaded.context_length)
         self._tables = [
             AngleTable(module, state, loaded.context_length, edges, settings) for module, state, settings in calls
@@ -144,7 +144,8 @@ class DirectPass:
             (None if of_angles is None else tables[of_angles], masks[of_mask]) for of_angles, of_mask in self._given
         ]
         positions = _places(spans)[None] if self._scales_queries else None
-        return self._gates.run_stacked(first, last, state, given, self._kinds, cache, captured, positions)
+        own = None if self._per_layer is None else self._per_layer(token_ids)
+        return self._gates.run_stacked(first, last, state, given, self._kinds, cache, captured, positions, own)
 
     @staticmethod
     def _placed(rows: Tensor, weight: Tensor, offset: int, spans: Sequence[Span]) -> Tensor:
@@ -175,12 +176,14 @@ class _Mask(NamedTuple):
 class _Watched(NamedTuple):
     """`angles`: the different calls that make angles: a module, a state, and further arguments. `layers`: by layer, the
     number of the call that makes its angles, None if it gets none, and that of its mask. `positions`: the matrix whose
-    rows are added to those of the embedding, and which of them is that of position 0."""
+    rows are added to those of the embedding, and which of them is that of position 0. `per_layer`: makes what layers
+    are given of tokens [B, T] beside the state [B * T, L, P], if they are."""
 
     angles: list[tuple[nn.Module, Tensor, dict[str, Any]]]
     masks: list[_Mask]
     layers: list[tuple[int | None, int]]
     positions: tuple[Tensor, int] | None
+    per_layer: Callable[[Tensor], Tensor] | None
 
 
 def _watch(loaded: LoadedModel) -> _Watched:
@@ -188,6 +191,7 @@ def _watch(loaded: LoadedModel) -> _Watched:
     Raises `Unsuitable` if its layers are not called as a direct pass would do."""
     outputs: list[tuple[object, tuple[nn.Module, Tensor, dict[str, Any]]]] = []
     layer_calls: list[tuple[Tensor, object, object]] = []
+    own: list[Tensor | None] = []
     masks: list[tuple[object, _Mask]] = []
 
     def note_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
@@ -199,6 +203,7 @@ def _watch(loaded: LoadedModel) -> _Watched:
         args, kwargs = by_name(type(layer), args, kwargs)
         state = args[0] if args else kwargs["hidden_states"]
         layer_calls.append((state, kwargs.get("position_embeddings"), kwargs.get("attention_mask")))
+        own.append(kwargs.get(GIVEN))
 
     def make_mask(
         batch_size: int,
@@ -233,21 +238,49 @@ def _watch(loaded: LoadedModel) -> _Watched:
     finally:
         for hook in hooks:
             hook.remove()
-    made = {id(out): number for number, (out, _) in enumerate(outputs) if type(out) is tuple}
-    numbers = {id(mask): number for number, (mask, _) in enumerate(masks)}
-    if any(angles is not None and id(angles) not in made for _, angles, _ in layer_calls):
+    made = {_same(out): number for number, (out, _) in enumerate(outputs) if type(out) is tuple}
+    numbers = {_same(mask): number for number, (mask, _) in enumerate(masks)}
+    if any(angles is not None and _same(angles) not in made for _, angles, _ in layer_calls):
         raise Unsuitable("its layers get angles that no module has made")
-    if any(id(mask) not in numbers for _, _, mask in layer_calls):
+    if any(_same(mask) not in numbers for _, _, mask in layer_calls):
         raise Unsuitable("it makes its masks itself")
-    sources = list(dict.fromkeys(made[id(angles)] for _, angles, _ in layer_calls if angles is not None))
+    sources = list(dict.fromkeys(made[_same(angles)] for _, angles, _ in layer_calls if angles is not None))
     of_layers = [
-        (None if angles is None else sources.index(made[id(angles)]), numbers[id(mask)])
+        (None if angles is None else sources.index(made[_same(angles)]), numbers[_same(mask)])
         for _, angles, mask in layer_calls
     ]
     entering, rows = layer_calls[0][0], loaded.parts.embedding.forward(ids)
     positions = None if torch.equal(entering, rows) else _positions(entering, rows, [call for _, call in outputs])
     calls = [outputs[source][1] for source in sources]
-    return _Watched(calls, [mask for _, mask in masks], of_layers, positions)
+    return _Watched(calls, [mask for _, mask in masks], of_layers, positions, _per_layer(loaded, ids, own))
+
+
+def _same(made: object) -> object:
+    """Equal for a tensor or several that are kept alive, and for views of all of them."""
+    if isinstance(made, tuple):
+        return tuple(map(_same, made))
+    return (made.data_ptr(), made.shape) if isinstance(made, Tensor) else id(made)
+
+
+def _per_layer(loaded: LoadedModel, ids: Tensor, own: Sequence[Tensor | None]) -> Callable[[Tensor], Tensor] | None:
+    """What makes `own`, which layers are given of the tokens `ids`: the methods that models of transformers have for
+    it. None if they are given nothing. Raises `Unsuitable` if it is made otherwise."""
+    if all(given is None for given in own):
+        return None
+    names = ("get_per_layer_inputs", "project_per_layer_inputs")
+    models: list[Any] = [m for m in loaded.model.modules() if all(hasattr(m, name) for name in names)]
+    for model in models:
+
+        def make(token_ids: Tensor, model: Any = model) -> Tensor:
+            rows = loaded.parts.embedding.forward(token_ids)
+            made: Tensor = model.project_per_layer_inputs(rows, model.get_per_layer_inputs(token_ids, rows))
+            return made.flatten(0, 1)
+
+        for_layers = make(ids).unbind(1)
+        same = len(for_layers) == len(own)
+        if same and all(g is not None and torch.equal(g[0], made) for g, made in zip(own, for_layers, strict=True)):
+            return make
+    raise Unsuitable("its layers are given something that it makes itself")
 
 
 def _positions(entering: Tensor, rows: Tensor, calls: Sequence[tuple[nn.Module, Any, Any]]) -> tuple[Tensor, int]:

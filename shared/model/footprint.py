@@ -87,7 +87,8 @@ def footprint(
 def kv_token_bytes(config: Any, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one token, over all layers, by a text model's configuration."""
     total = 0
-    for layer in layer_configs(config):
+    layers = layer_configs(config)
+    for layer in layers[: len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)]:
         heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
         width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         total += 2 * heads * width * dtype.itemsize

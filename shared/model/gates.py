@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from shared.errors import UnsupportedModel
-from shared.model.cache_argument import LAYER_CACHE_ARGUMENTS, with_cache
+from shared.model.cache_argument import LAYER_CACHE_ARGUMENTS, cache_among, with_cache
+from shared.model.handed_on import noted
 from shared.model.substitution.layer import Hooks, LayerStack, run_plan
 from shared.model.substitution.plan import FusedCache, Given
 from shared.model.substitution.trace import by_name
@@ -97,6 +98,9 @@ class Gates:
         # Layers below this number have run already in this pass, as one op, with these arguments.
         self._stacked_until = 0
         self._stacked_with: list[tuple[str, object]] = []
+        # The layers that hand on keys and values, by the names that they give them; and by the layers that read them.
+        self._handed_on_by: dict[Any, int] = {}
+        self.kv_layers: dict[int, int] = {}
         # Whether layers may run as one op: not if somebody calls the model directly, who could not repeat the pass.
         self._may_stack = False
         self._hooks = Hooks(layers.modules())
@@ -130,7 +134,15 @@ class Gates:
                 kwargs["hidden_states"] = self._entering
         if self._captured is not None and index in self._captured:
             self._captured[index] = args[0] if args else kwargs["hidden_states"]
+        kwargs, handed_on = noted(kwargs)
+        if handed_on is not None and index == self._first:
+            # Those of layers that this pass leaves out are in the cache.
+            earlier = ((name, layer) for name, layer in self._handed_on_by.items() if layer < index)
+            handed_on.data.update((name, cache_among(kwargs).seen(layer)) for name, layer in earlier)
         output = self._output_of(index, args, kwargs)
+        if handed_on is not None:
+            self._handed_on_by |= dict.fromkeys(handed_on.written, index)
+            self.kv_layers |= {index: self._handed_on_by[name] for name in handed_on.read}
         hidden = output[0] if isinstance(output, tuple) else output
         if self._tuple_length is None:
             self._tuple_length = len(output) if isinstance(output, tuple) else 0
@@ -154,8 +166,8 @@ class Gates:
         if self._stack is not None and may_stack:
             stops = [depth for depth in self._captured or () if index < depth < self._last]
             plan = self._stack.plan(index, min([*stops, self._last]), of_one_kind=True)
-            if plan is not None and len(plan.indices) > 1 and (out := run_plan(plan, args, kwargs)) is not None:
-                self._stacked_until = index + len(plan.indices)
+            if plan is not None and len(plan.kv_layers) > 1 and (out := run_plan(plan, args, kwargs)) is not None:
+                self._stacked_until = index + len(plan.kv_layers)
                 self._stacked_with = [(name, kwargs.get(name)) for name in _SHARED_ARGUMENTS]
                 return out
         return self._running[index](*args, **kwargs)
@@ -246,6 +258,7 @@ class Gates:
         cache: FusedCache,
         captured: dict[int, Tensor] | None,
         positions: Tensor | None = None,
+        per_layer_inputs: Tensor | None = None,
     ) -> Tensor | None:
         """As `run`, but only the fused layers, without the model's forward around them. `given`: angles and masks of
         each kind of layer. `kinds`: that of each layer. `positions` [1, Q]: those of the tokens, needed if layers scale
@@ -260,13 +273,14 @@ class Gates:
             plan = self._stack.plan(depth, last, of_one_kind=False)
             if plan is None:
                 return None
-            end, inside = depth + len(plan.indices), dict[int, Tensor]()
+            end, inside = depth + len(plan.kv_layers), dict[int, Tensor]()
             for stop in captured:
                 if stop == depth:
                     captured[stop] = state
                 elif depth < stop < end:
                     inside[stop - depth] = state
-            state = plan.run(state, given, cache, kinds[depth:end], inside, positions)
+            own = None if per_layer_inputs is None else per_layer_inputs[:, depth:end]
+            state = plan.run(state, given, cache, kinds[depth:end], inside, positions, own)
             for count, inner in inside.items():
                 captured[depth + count] = inner
             depth = end

@@ -47,7 +47,7 @@ def num_blocks_of(num_tokens: int) -> int:
 
 
 class BlockPool:
-    """P blocks: per layer keys [P, Hkv, G, D] and values [P, Hkv, G, Dv], G = BLOCK_TOKENS.
+    """P blocks: per layer that makes some, keys [P, Hkv, G, D] and values [P, Hkv, G, Dv], G = BLOCK_TOKENS.
 
     `block_tables` [NUM_BLOCK_TABLES, M] int64: M blocks for a whole context each. Threads: one thread makes caches and
     asks for block tables; any thread may close or drop a cache.

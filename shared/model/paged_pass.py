@@ -17,7 +17,7 @@ from shared.model.cache import LengthlessCache
 from shared.model.gates import Forward, Gates, LayerOutput
 from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
-from shared.model.paged_kv import BlockPool
+from shared.model.paged_kv import BLOCK_TOKENS, BlockPool
 from shared.model.regimes import Regimes
 from shared.model.substitution import paged_attention
 from shared.model.substitution.paged_attention import LayerBlocks, PagedMask, PagedOffset
@@ -89,7 +89,11 @@ class TokenBuffer:
 
 class _LayerCache(LengthlessCache):
     """The transformers cache of a paged pass. It returns keys and values unchanged, because attention writes them to
-    the pool."""
+    the pool. `seen`: returns what a layer's attention has written in another pass over the same tokens."""
+
+    def __init__(self, offset: int, seen: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(offset)
+        self.seen = seen
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -145,7 +149,7 @@ class PagedForward:
                     captured=captured,
                     input_ids=tokens.ids[None],
                     position_ids=tokens.seen_at[None],
-                    cache=_LayerCache(PagedOffset(checks)),
+                    cache=_LayerCache(PagedOffset(checks), self._seen),
                     use_cache=True,
                 )
             return state[0]
@@ -153,8 +157,24 @@ class PagedForward:
             self._tokens = None
             self._gates.counters = counted
 
+    def _stores(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and values that a layer attends to."""
+        shared = self._gates.kv_layers
+        place = sum(earlier not in shared for earlier in range(shared.get(layer, layer)))
+        return self._pool.keys[place], self._pool.values[place]
+
+    def _seen(self, layer: int) -> tuple[Tensor, Tensor]:
+        tokens = self._tokens
+        assert tokens is not None
+        positions = tokens.positions.clamp_min(0)
+        blocks = self._pool.block_tables[tokens.table_indices, positions // BLOCK_TOKENS]
+        keys, values = (
+            store[blocks, :, positions % BLOCK_TOKENS].transpose(0, 1)[None] for store in self._stores(layer)
+        )
+        return keys, values
+
     def _with_blocks(self, index: int, forward: Forward) -> Forward:
-        keys, values = self._pool.keys[index], self._pool.values[index]
+        keys, values = self._stores(index)
         block_tables = self._pool.block_tables
 
         def paged(*args: Any, **kwargs: Any) -> LayerOutput:

@@ -362,9 +362,12 @@ class PagedRunner:
         return why
 
     def _layer_shapes(self) -> list[LayerShape]:
-        """The form of the keys and values that the model's own attention puts into a cache, layer by layer."""
+        """The form of the keys and values that the model's own attention puts into a cache, layer by layer, but for
+        layers that read those of others."""
         cache, shapes = self._model.one_token_cache, []
         for index in range(self.num_layers):
+            if index in self._model.gates.kv_layers:
+                continue
             if index not in cache.keys:
                 raise UnsupportedModel(
                     f"layer {index} of {self.loaded.architecture} keeps no keys and values of its own",

@@ -46,7 +46,7 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
     return ModelParts(
         layers=layers,
         layers_path=path,
-        final_norm=_find_final_norm(model, path),
+        final_norm=_find_final_norm(model, path, config.hidden_size),
         embedding=embedding,
         head=head,
         num_layers=num_layers,
@@ -67,8 +67,6 @@ def refuse_config(whole: PreTrainedConfig, architecture: str | None = None) -> N
         raise _unsupported(architecture, "it is an encoder-decoder model")
     if not getattr(config, "num_hidden_layers", None):
         raise _unsupported(architecture, "its config has no num_hidden_layers")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise _unsupported(architecture, "some of its layers share the keys and values of others")
     for layer_type in getattr(config, "layer_types", None) or ():
         if any(mark in layer_type for mark in RECURRENT_MARKS):
             raise _unsupported(architecture, f"it has layers of type {layer_type!r}")
@@ -87,12 +85,14 @@ def find_layers(model: PreTrainedModel, num_layers: int) -> tuple[str, nn.Module
     return min(fitting, key=lambda item: item[0].count("."))
 
 
-def _find_final_norm(model: PreTrainedModel, layers_path: str) -> nn.Module | None:
+def _find_final_norm(model: PreTrainedModel, layers_path: str, width: int) -> nn.Module | None:
     parent_path = layers_path.rpartition(".")[0]
     norms = [
         module
         for name, module in model.get_submodule(parent_path).named_children()
-        if "norm" in type(module).__name__.lower() and "embed" not in name
+        if "norm" in type(module).__name__.lower()
+        and "embed" not in name
+        and all(vector.shape == (width,) for vector in module.parameters())
     ]
     return norms[-1] if norms else None
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shared.model.cache import KVCache, LengthlessCache, as_contiguous
@@ -67,10 +68,24 @@ class RaggedCache(LengthlessCache):
             RaggedStates(value_states, tuple(values for _, values in tensors), self.spans),
         )
 
-    def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
+    def seen(self, layer_idx: int) -> tuple[RaggedStates, RaggedStates]:
+        """What `update` returned when a layer ran over the tokens of this pass, in another one."""
+        return (
+            self._written([cache.keys[layer_idx] for cache in self._caches]),
+            self._written([cache.values[layer_idx] for cache in self._caches]),
+        )
+
+    def _written(self, tensors: Sequence[Tensor]) -> RaggedStates:
+        fresh = [
+            tensor[:, :, span.base : span.base + span.num_tokens]
+            for tensor, span in zip(tensors, self.spans, strict=True)
+        ]
+        return RaggedStates(torch.cat(fresh, 2), tuple(tensors), self.spans)
+
+    def layers_kv(self, likes: Sequence[tuple[Tensor, Tensor]], layers: tuple[int, ...]) -> LayerKV:
         """The tensors of layers per span, and the positions in them that the pass will write: see
         `ContiguousCache.layers_kv`."""
-        tables = [cache.tables(keys, values, layers) for cache in self._caches]
+        tables = [cache.tables(likes, layers) for cache in self._caches]
         return LayerKV(
             [key_table for [key_table], _ in tables],
             [value_table for _, [value_table] in tables],

@@ -44,13 +44,19 @@ class LayerWeights:
     With `experts_per_token` the MLP is experts: `gate` is an `expert_table`, `up` their router, whose bias has the
     place of gate's, there is no `down`, and `norm_shares` is what `shared.ops.experts.choose_experts` takes as
     `normed`.
+
+    `intermediates`: the width of each layer's MLP. `norm_values`: whether each head's values are divided by their RMS.
+    `reads_kv`: of each layer, whether it attends to keys and values that an earlier layer has written and makes none,
+    so that its first matrix makes queries alone; empty if none does. `ends`: what follows the MLP, of each layer a gate
+    [P, D], a matrix [D, P], a norm [D] and a scale [1]: h becomes scale * (h + norm(matrix(activation(gate(h)) *
+    given))); an empty list if there are none at all. A layer may have the scale alone, if what its MLP adds is normed.
     """
 
     norms: Sequence[Tensor]
     packed: Sequence[Tensor]
     biases: Sequence[Tensor]
     num_heads: int
-    intermediate: int
+    intermediates: Sequence[int]
     activation: str
     eps: float
     weight_offset: float
@@ -61,18 +67,30 @@ class LayerWeights:
     parallel_mlp: bool = False
     experts_per_token: int = 0
     norm_shares: bool = False
+    norm_values: bool = False
+    reads_kv: Sequence[bool] = ()
+    ends: Sequence[Tensor] = ()
     num_layers: int = 1
+
+    @property
+    def is_given(self) -> bool:
+        """Whether layers are given something of each token."""
+        return any(gate.numel() for gate in self.ends[::4])
 
     @cached_property
     def tables(self) -> tuple[TensorTable, TensorTable, TensorTable]:
         """Norms, packed matrices and biases."""
         return TensorTable(self.norms), TensorTable(self.packed), TensorTable(self.biases)
 
+    @cached_property
+    def end_table(self) -> TensorTable | None:
+        return TensorTable(self.ends) if self.ends else None
+
     @property
     def form(self) -> tuple[object, ...]:
         """What weights must have in common to be stacked."""
-        lengths = len(self.norms), len(self.packed), len(self.biases)
-        sizes = self.num_heads, self.intermediate, self.activation, self.num_layers
+        lengths = len(self.norms), len(self.packed), len(self.biases), len(self.ends), len(self.reads_kv)
+        sizes = self.num_heads, self.activation, self.num_layers, self.norm_values
         numbers = self.eps, self.weight_offset, self.scaling, self.softcap, self.query_scale
         return (
             *lengths,
@@ -94,6 +112,9 @@ def stacked(parts: Sequence[LayerWeights]) -> LayerWeights:
         norms=list(chain.from_iterable(part.norms for part in parts)),
         packed=list(chain.from_iterable(part.packed for part in parts)),
         biases=list(chain.from_iterable(part.biases for part in parts)),
+        ends=list(chain.from_iterable(part.ends for part in parts)),
+        intermediates=list(chain.from_iterable(part.intermediates for part in parts)),
+        reads_kv=list(chain.from_iterable(part.reads_kv for part in parts)),
         num_layers=sum(part.num_layers for part in parts),
     )
 
@@ -142,6 +163,7 @@ def decoder_layers(
     kinds: Sequence[int] = (),
     captured: dict[int, Tensor] | None = None,
     query_scales: Tensor | None = None,
+    per_layer_inputs: Tensor | None = None,
 ) -> Tensor:
     """Each layer: h = x + out(attention(qkv(norm(x)))), then h + down(activation(gate(norm(h))) * up(norm(h))): x [B,
     Q, D] -> [B, Q, D]. A parallel MLP reads x in place of h. `LayerWeights` says what else may differ.
@@ -149,8 +171,9 @@ def decoder_layers(
     The output of one layer is the x of the next. The tokens of x are those of all sequences, one after another:
     `kv.counts[s]` of sequence s. Layer n is given `inputs[kinds[n]]`, and the first of them if there are no `kinds`.
     The first R numbers of queries and keys are rotated, halves paired. Rotated queries are multiplied by `query_scales`
-    [Q] or [B * Q], if any. Keys and values are written to `kv`, then queries attend. The bits are those of the single
-    ops, called one after another.
+    [Q] or [B * Q], if any. Keys and values are written to `kv`, then queries attend. `per_layer_inputs` [B * Q,
+    num_layers, P]: what each layer is given of each token, if they are. The bits are those of the single ops, called
+    one after another.
 
     `captured`: for each key n, 1 to `weights.num_layers` - 1, the state after the first n layers becomes its value [B,
     Q, D].
@@ -174,7 +197,7 @@ def decoder_layers(
         stops,
         weights.num_layers,
         weights.num_heads,
-        weights.intermediate,
+        weights.intermediates,
         weights.activation,
         weights.eps,
         weights.weight_offset,
@@ -186,6 +209,10 @@ def decoder_layers(
         weights.experts_per_token,
         weights.norm_shares,
         query_scales,
+        weights.norm_values,
+        weights.reads_kv,
+        None if weights.end_table is None else weights.end_table.table,
+        per_layer_inputs,
     )
     *inner, out = states.unbind()
     if captured:

@@ -1,7 +1,7 @@
 """Every op in plain PyTorch: the specification of the kernels, against which they are tested.
 Written for reading, not for speed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -200,7 +200,13 @@ def decoder_layers(
     kinds: Sequence[int],
     stops: Sequence[int],
     num_layers: int,
+    heads: int,
+    intermediates: Sequence[int],
     *others: Any,
+    reads_kv: Sequence[bool] = (),
+    ends: Sequence[Tensor] = (),
+    per_layer_inputs: Tensor | None = None,
+    **more: Any,
 ) -> Tensor:
     """See `shared.ops.layer.decoder_layers`: the states after each of `stops` layers and after the last [K, B, Q, D].
     `matrices` are not packed."""
@@ -214,8 +220,10 @@ def decoder_layers(
         of_layer = (part(each, layer) for each in (norms, matrices, biases, keys, values))
         kind = kinds[layer] if kinds else 0
         seen = masks[kind * len(bases) : (kind + 1) * len(bases)]
-        arguments: tuple[Any, ...] = (*of_layer, bases, counts, seen, *others)
-        x = _decoder_layer(x, cos[kind], sin[kind], *arguments)
+        arguments: tuple[Any, ...] = (*of_layer, bases, counts, seen, heads, *others)
+        given = None if per_layer_inputs is None else per_layer_inputs[:, layer].view(*x.shape[:2], -1)
+        of_end = [*part(ends, layer), given] if ends else []
+        x = _decoder_layer(x, cos[kind], sin[kind], *arguments, **more, reads_kv=any(part(reads_kv, layer)), end=of_end)
         if layer + 1 in (*stops, num_layers):
             states.append(x)
     return torch.stack(states)
@@ -234,7 +242,6 @@ def _decoder_layer(
     counts: Sequence[int],
     masks: Sequence[Tensor],
     heads: int,
-    intermediate: int,
     activation: str,
     eps: float,
     weight_offset: float,
@@ -246,6 +253,9 @@ def _decoder_layer(
     experts_per_token: int = 0,
     norm_shares: bool = False,
     query_scales: Tensor | None = None,
+    norm_values: bool = False,
+    reads_kv: bool = False,
+    end: Sequence[Any] = (),
 ) -> Tensor:
     """See `LayerWeights`. The matrices of experts are in place of their table."""
     batch, queries, _ = x.shape
@@ -263,7 +273,7 @@ def _decoder_layer(
 
     inner = normed(x, input_norm)
     made = [packed_linear(inner, *each) for each in zip(qkv, qkv_biases, strict=True) if each[0].numel()]
-    if len(made) == 1:
+    if len(made) == 1 and not reads_kv:
         one_by_one = [0, head_width, heads * head_width, head_width, (heads + kv_heads) * head_width, value_width]
         starts = iter(places or one_by_one)
         heads_at = [(next(starts), next(starts)) for _ in sizes]
@@ -271,8 +281,10 @@ def _decoder_layer(
             made[0][..., [at + step * head + i for head in range(count) for i in range(width)]]
             for (at, step), (count, width) in zip(heads_at, sizes, strict=True)
         ]
-    q, k, v = (part.unflatten(-1, size).transpose(1, 2) for part, size in zip(made, sizes, strict=True))
+    q, *kv = (part.unflatten(-1, size).transpose(1, 2) for part, size in zip(made, sizes, strict=False))
+    k, v = kv or (q[:, :0], q[:, :0])
     q, k = normed(q * query_scale, q_norm), normed(k, k_norm)
+    v = rms_norm(v, v.new_ones(v.shape[-1]), eps, 0.0) if norm_values else v
     rotated = cos.shape[-1]
     turned = rotary(q[..., :rotated], k[..., :rotated], cos, sin)
     q, k = (torch.cat([part, x[..., rotated:]], -1) for part, x in zip(turned, (q, k), strict=True))
@@ -280,6 +292,12 @@ def _decoder_layer(
         q = q * query_scales.view(-1, 1, queries, 1)
     # All tokens in one row, sequence after sequence, as `ragged_contiguous_attention` takes them.
     q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
+    if reads_kv:  # they are written once more
+        spans = [slice(base, base + count) for base, count in zip(bases, counts, strict=True)]
+        k, v = (
+            torch.cat([own[:, :, span].float() for own, span in zip(written, spans, strict=True)], 2)
+            for written in (keys, values)
+        )
     masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
     attended = ragged_contiguous_attention(q, k, v, keys, values, bases, counts, masks, scaling, softcap, sinks)
     added = normed(packed_linear(attended.reshape(batch, queries, -1), out, out_bias), attended_norm)
@@ -295,7 +313,26 @@ def _decoder_layer(
     else:
         made_by_mlp = packed_linear(activate(packed_linear(inner, gate, inner_bias), activation), down, down_bias)
     made_by_mlp = normed(made_by_mlp, output_norm)
-    return x + (added + made_by_mlp) if parallel_mlp else h + made_by_mlp
+    h = x + (added + made_by_mlp) if parallel_mlp else h + made_by_mlp
+    return _ended(h, *end, activation, normed) if end else h
+
+
+def _ended(
+    h: Tensor,
+    gate: Tensor,
+    matrix: Tensor,
+    norm: Tensor,
+    scale: Tensor,
+    given: Tensor | None,
+    activation: str,
+    normed: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """What follows the MLP: see `LayerWeights.ends`."""
+    if norm.numel():
+        assert given is not None
+        gated = activate(packed_linear(h, gate, None), activation) * given
+        h = h + normed(packed_linear(gated, matrix, None), norm)
+    return h * scale if scale.numel() else h
 
 
 def norm(x: Tensor, eps: float) -> Tensor:

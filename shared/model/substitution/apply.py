@@ -36,7 +36,7 @@ from shared.model.substitution import attention, rotary
 from shared.model.substitution.experts import experts, one_expert_at_a_time, router
 from shared.model.substitution.fused_layers import substitute_layers
 from shared.model.substitution.layer import Hooks
-from shared.model.substitution.linear import activation, embedding, gated_mlp, linear, norm
+from shared.model.substitution.linear import activation, embedding, gated_mlp, linear, norm, plain_norm
 from shared.model.substitution.match import Unsuitable, relative_error
 from shared.model.substitution.reversible import Substitutions
 from shared.model.substitution.row_invariant import Callers, watched
@@ -197,6 +197,8 @@ def _substitute_modules(run: Substitutions) -> None:
         holders = accumulate(name.split("."), "{}.{}".format)
         if _has_nothing(module) and replaced.isdisjoint(holders):
             run.attempt("activation", name, module, activation)
+            if module not in run.substitutes:
+                run.attempt("norm", name, module, plain_norm)
             run.left_alone.pop(name, None)  # it may be anything
     for name, module in modules:
         # An embedding in memory of its own gains nothing. One whose weight is packed for the head shares that copy.

@@ -44,9 +44,10 @@ def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype, pr
         return 0
     names = {layer: f"{path}.{index}" for index, layer in enumerate(layers)}
     candidates: dict[nn.Module, FusedLayer] = {}
+    handed_on_by: dict[Any, int] = {}
     for layer, call in _calls(run, list(layers), ids[:, :3]).items():
         try:
-            candidates[layer] = FusedLayer(layer, plan(layer, watch(layer, run.substitutes, call)))
+            candidates[layer] = FusedLayer(layer, plan(layer, watch(layer, run.substitutes, call), handed_on_by))
         except Unsuitable as reason:
             run.left_alone[names[layer]] = f"not one op: {reason}"
     if "layers" not in proven:
@@ -76,9 +77,10 @@ def _is_of(layer: nn.Module, fused: FusedLayer, run: Substitutions) -> bool:
     assert fused.plan is not None
     recipes = (run.substitutes[module].recipe for module in layer.modules() if module in run.substitutes)
     own = {tensor.data_ptr() for recipe in recipes for tensor in _tensors(recipe)}
-    own |= {vector.data_ptr() for vector in layer.parameters() if vector.dim() == 1 and lazy(vector) is None}
+    vectors = (*layer.parameters(), *layer.buffers())
+    own |= {vector.data_ptr() for vector in vectors if vector.dim() == 1 and lazy(vector) is None}
     weights = fused.plan.weights
-    read = (*weights.norms, *weights.packed, *weights.biases)
+    read = (*weights.norms, *weights.packed, *weights.biases, *weights.ends)
     return all(not tensor.numel() or tensor.data_ptr() in own for tensor in read)
 
 

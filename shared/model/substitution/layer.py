@@ -7,16 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shared.model import handed_on
 from shared.model.cache_argument import LAYER_CACHE_ARGUMENTS, cache_among
 from shared.model.substitution.plan import LayerPlan, stacked_plan
 from shared.model.substitution.ragged import RaggedMask
-from shared.model.substitution.trace import by_name
+from shared.model.substitution.trace import GIVEN, by_name
 
-# Arguments that a layer may get. The fused layer reads the cache and the three after it; the others do not change the
-# result.
+# Arguments that a layer may get. The fused layer reads all but the last two, which do not change the result.
 _KNOWN = frozenset(
     [
         *LAYER_CACHE_ARGUMENTS,
+        GIVEN,
+        handed_on.ARGUMENT,
         "hidden_states",
         "attention_mask",
         "position_embeddings",
@@ -52,7 +54,7 @@ class FusedLayer:
     The bits are the same."""
 
     def __init__(self, layer: nn.Module, plan: LayerPlan) -> None:
-        self.layer_idx = plan.indices[0]
+        self.layer_idx = plan.kv_layers[0]
         self._kind = type(layer)
         self._original = layer.forward
         self.plan: LayerPlan | None = plan
@@ -89,9 +91,18 @@ def run_plan(plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     positions = kwargs.get("position_ids")
     if plan.query_scales is not None and not isinstance(positions, Tensor):
         return None
+    own = kwargs.get(GIVEN)
+    if plan.weights.is_given and (not isinstance(own, Tensor) or len(plan.kv_layers) > 1):
+        return None
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
-    return None if masks is None else plan.run(hidden, [(angles, masks)], cache, positions=positions)
+    if masks is None:
+        return None
+    own = own.flatten(0, 1)[:, None] if plan.weights.is_given else None
+    out = plan.run(hidden, [(angles, masks)], cache, positions=positions, per_layer_inputs=own)
+    for name in plan.hands_on:
+        kwargs[handed_on.ARGUMENT][name] = cache.seen(plan.kv_layers[0])
+    return out
 
 
 class LayerStack:

@@ -3,6 +3,7 @@
 Each function takes a module and returns its `Substitute`, or raises `Unsuitable` with the reason.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -126,6 +127,26 @@ def norm(module: nn.Module, *, form: object | None = None) -> Substitute:
         if agrees(substitute.forward, module, *inputs):
             return substitute
     raise Unsuitable("is neither an RMS norm nor a layer norm")
+
+
+def plain_norm(module: nn.Module, *, form: object | None = None) -> Substitute:
+    """A module without parameters that computes x / sqrt(mean(x^2) + eps), of any width. eps is one of its attributes.
+    `form`: eps, if it is known."""
+    inputs = of_all_sizes(random_input(INPUT_ROWS, 48))
+    epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1}
+    for eps in (form,) if isinstance(form, float) else sorted(epsilons):
+
+        def forward(x: Tensor, eps: float = eps) -> Tensor:
+            return ops.rms_norm(x, _ones(x.shape[-1]), eps, 0.0)
+
+        if form is not None or agrees(forward, module, *inputs):
+            return Substitute(forward, Norm(torch.empty(0), eps, 0.0), eps)
+    raise Unsuitable("is no RMS norm without a weight")
+
+
+@functools.lru_cache(maxsize=16)
+def _ones(width: int) -> Tensor:
+    return torch.ones(width)
 
 
 def _norm(weight: Tensor, eps: float, offset: float, centred: bool) -> Substitute:

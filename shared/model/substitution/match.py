@@ -37,7 +37,8 @@ class PackedLinear:
 
 @dataclass(frozen=True)
 class Norm:
-    """x / rms(x) * (weight [D] + offset), or of weight [2, D] the layer norm with weights and biases."""
+    """x / rms(x) * (weight [D] + offset), or of weight [2, D] the layer norm with weights and biases. Without a weight,
+    [0], x / rms(x)."""
 
     weight: Tensor
     eps: float

@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from shared.model.substitution.attention import refuse_unsupported
+from shared.model.substitution.ragged import WHOLE
 from shared.ops import load
 from shared.ops.paged import paged_attention
 
@@ -61,6 +62,11 @@ class PagedMask:
     def __init__(self, window: int, layer: LayerBlocks | None = None) -> None:
         self.window = window
         self.layer = layer
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "PagedMask":
+        """Itself: see `WHOLE`."""
+        assert all(each in WHOLE for each in index)
+        return self
 
     def for_layer(self, layer: LayerBlocks) -> "PagedMask":
         return PagedMask(self.window, layer)

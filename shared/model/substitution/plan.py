@@ -7,7 +7,7 @@ one has made, decide over the op's parts. They alone do not prove it: `fused_lay
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ Angles = tuple[Tensor, Tensor]
 # What layers of one kind get beside the state: cosines and sines [B or 1, Q, R], if any, and a mask per sequence.
 Given = tuple[Angles | None, Sequence[Tensor]]
 
-SUMS = ["add", "add"]
 FLOAT_BYTES = 4
 _NOTHING = torch.empty(0)
 
@@ -28,29 +27,30 @@ _NOTHING = torch.empty(0)
 class FusedCache(Protocol):
     """A KV cache that fused layers can write to."""
 
-    def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
+    def layers_kv(self, likes: Sequence[tuple[Tensor, Tensor]], layers: tuple[int, ...]) -> LayerKV:
         """See `ContiguousCache.layers_kv`."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The weights of consecutive layers, their numbers, and the form of their keys and values [*, Hkv, *, Dh] for the
-    cache. `rotates`: whether queries and keys are rotated; `half_angles`: how many angles are given, if once for both
-    halves of a head, and 0 if for each. `query_scales`: what multiplies the rotated queries."""
+    """The weights of consecutive layers, the numbers of the layers whose keys and values they attend to, their own but
+    where `weights.reads_kv`, and the form of these [*, Hkv, *, Dh] for the cache. `rotates`: whether queries and keys
+    are rotated; `half_angles`: how many angles are given, if once for both halves of a head, and 0 if for each.
+    `query_scales`: what multiplies the rotated queries. `hands_on`: the names by which later layers get the keys and
+    values of a single layer."""
 
     weights: LayerWeights
-    indices: tuple[int, ...]
-    keys_like: Tensor
-    values_like: Tensor
+    kv_layers: tuple[int, ...]
+    likes: tuple[tuple[Tensor, Tensor], ...]
     rotates: bool
     half_angles: int
     query_scales: OfPositions | None = None
+    hands_on: frozenset[Any] = frozenset()
 
     @property
     def form(self) -> tuple[object, ...]:
         """What plans must have in common to be stacked."""
-        shapes = self.keys_like.shape, self.values_like.shape
-        return self.weights.form, *shapes, self.rotates, self.half_angles, self.query_scales
+        return self.weights.form, self.rotates, self.half_angles, self.query_scales
 
     def run(
         self,
@@ -60,15 +60,19 @@ class LayerPlan:
         kinds: Sequence[int] = (),
         captured: dict[int, Tensor] | None = None,
         positions: Tensor | None = None,
+        per_layer_inputs: Tensor | None = None,
     ) -> Tensor:
-        """The layers' output [B, Q, D] for states [B, Q, D]. `given`, by `kinds`, and `captured` as in
-        `decoder_layers`. `positions` [B or 1, Q] int64: those of the tokens, which queries may be scaled by."""
-        keys, values = self.keys_like, self.values_like
-        if hidden.shape[0] > 1:
-            keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
+        """The layers' output [B, Q, D] for states [B, Q, D]. `given`, by `kinds`, `captured` and `per_layer_inputs` as
+        in `decoder_layers`. `positions` [B or 1, Q] int64: those of the tokens, which queries may be scaled by."""
+        likes: Sequence[tuple[Tensor, Tensor]] = self.likes
+        if (rows := hidden.shape[0]) > 1:
+            likes = [(keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)) for keys, values in likes]
         inputs = [LayerInputs(*self._angles(angles, hidden), masks) for angles, masks in given]
-        kv = cache.layers_kv(keys, values, self.indices)
+        kv = cache.layers_kv(likes, self.kv_layers)
         more: dict[str, Tensor] = {}
+        if self.weights.is_given:
+            assert per_layer_inputs is not None
+            more["per_layer_inputs"] = per_layer_inputs
         if self.query_scales is not None:
             assert positions is not None
             more["query_scales"] = self.query_scales.of(positions).flatten()
@@ -86,12 +90,18 @@ class LayerPlan:
 
 def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
     """The plans of consecutive layers of the same `form` as one."""
-    indices = tuple(index for plan in plans for index in plan.indices)
-    return replace(plans[0], weights=stacked([plan.weights for plan in plans]), indices=indices)
+    kv_layers = tuple(layer for plan in plans for layer in plan.kv_layers)
+    likes = tuple(like for plan in plans for like in plan.likes)
+    return replace(plans[0], weights=stacked([plan.weights for plan in plans]), kv_layers=kv_layers, likes=likes)
 
 
-def plan(layer: nn.Module, trace: Trace) -> LayerPlan:
-    """The layer that `trace` shows as one pre-norm layer. Raises `Unsuitable` if it is not one."""
+def plan(layer: nn.Module, trace: Trace, handed_on_by: dict[Any, int]) -> LayerPlan:
+    """The layer that `trace` shows as one pre-norm layer. `handed_on_by`: the numbers of earlier layers by the names
+    under which they hand on keys and values; this one is added. Raises `Unsuitable` if it is not one."""
+    numbers = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
+    if len(numbers) != 1:
+        raise Unsuitable(f"has {len(numbers)} different values of layer_idx, not one")
+    handed_on_by |= dict.fromkeys(trace.hands_on, *numbers)
     events, state = trace.events, trace.state
     places = [index for index, event in enumerate(events) if isinstance(event.what, Attention)]
     if len(places) != 1:
@@ -102,29 +112,40 @@ def plan(layer: nn.Module, trace: Trace) -> LayerPlan:
     norms = [event for event in before if isinstance(event.what, Norm)]
     made = [event for event in before if isinstance(event.what, PackedLinear)]
     of_state = [norm for norm in norms if norm.read == state]
-    of_heads = [norm for norm in norms if norm.read != state]
-    fits = of_state and len(of_heads) in (0, 2) and len(made) in (1, 3) and len(norms) + len(made) == len(before)
-    if not fits:
-        raise Unsuitable(f"before attention runs {_named(before)}, not norm, 1 or 3 linears")
+    others = [norm for norm in norms if norm.read != state]
+    of_values = [norm for norm in others if not _norm_of(norm).weight.numel()]
+    of_heads = [norm for norm in others if _norm_of(norm).weight.numel()]
+    if not trace.reads_kv:
+        fits = len(of_heads) in (0, 2) and len(made) in (1, 2, 3) and len(of_values) < 2
+    else:
+        fits = len(of_heads) < 2 and len(made) == len(trace.reads_kv) == 1 and not of_values
+    if not of_state or not fits or len(norms) + len(made) < len(before):
+        raise Unsuitable(f"before attention runs {_named(before)}, not norm, 1 to 3 linears")
+    end, after = _end(after, trace)
     rest = _rest(after, {norm.made: norm for norm in of_state})
     input_norm = next((norm for norm in of_state if norm.made == made[0].read), of_state[0])
     own_norm = None if rest.norm is input_norm else rest.norm
     if any(norm not in (input_norm, own_norm) for norm in of_state):
         raise Unsuitable("has a norm that its parts do not read")
-    each_norm = [input_norm, own_norm, *(of_heads or (None, None)), rest.attended_norm, rest.output_norm]
-    recipes = [norm.what if norm is not None and isinstance(norm.what, Norm) else None for norm in each_norm]
-    forms = {(norm.eps, norm.offset) for norm in recipes if norm is not None}
-    if len(forms) > 1:
+    each_norm = [input_norm, own_norm, *[*of_heads, None, None][:2], rest.attended_norm, rest.output_norm]
+    recipes = [None if norm is None else _norm_of(norm) for norm in each_norm]
+    forms = {(norm.eps, norm.offset) for norm in (*recipes, end.norm) if norm is not None}
+    if len(forms) > 1 or any(_norm_of(norm).eps != _norm_of(input_norm).eps for norm in of_values):
         raise Unsuitable("has norms of different eps")
     scales = [scale for start, scale in trace.scaled if start == made[0].made]
     others = [*trace.others, *["mul"] * (len(trace.scaled) - len(scales[:1]))]
     if trace.query_scales and [*trace.query_scales] != [events[places[0]].read]:
         raise Unsuitable("scales more than its queries by their positions")
-    if others != SUMS:
-        raise Unsuitable(f"beside its modules runs {', '.join(sorted({*others} - {*SUMS}) or others)}")
+    sums = ["add"] * (2 + trace.is_given)
+    if others != sums:
+        raise Unsuitable(f"beside its modules runs {', '.join(sorted({*others} - {*sums}) or others)}")
     projections = [event.what for event in made if isinstance(event.what, PackedLinear)]
+    if len(projections) == 2:  # values are made as keys are
+        projections.append(projections[1])
     absent: list[PackedLinear | None] = [None] * (3 - len(projections))
     linears, mlp = [*projections, *absent, rest.out], rest.mlp
+    if end.norm is not None and end.activation != mlp.activation:
+        raise Unsuitable("has two activations")
     biases = [
         *(None if linear is None else linear.bias for linear in linears),
         mlp.bias,
@@ -137,27 +158,49 @@ def plan(layer: nn.Module, trace: Trace) -> LayerPlan:
         _filled(packed),
         _filled(biases) if any(bias is not None for bias in biases) else [],
         attention.num_heads,
-        mlp.width,
+        [mlp.width],
         mlp.activation,
         *forms.pop(),
         attention.scaling,
         attention.softcap,
-        places=_places(trace, attention, made[0]) if absent else (),
+        places=_places(trace, attention, made[0]) if absent and not trace.reads_kv else (),
         query_scale=scales[0] if scales else 1.0,
         parallel_mlp=rest.norm.read == state,
         experts_per_token=rest.router.chosen if rest.router else 0,
         norm_shares=rest.router is not None and rest.router.normed,
+        norm_values=bool(of_values),
+        reads_kv=[bool(trace.reads_kv)],
+        ends=end.tensors if any(each.numel() for each in end.tensors) else [],
     )
-    indices: set[object] = {getattr(module, "layer_idx", None) for module in layer.modules()}
-    numbers = [index for index in indices if isinstance(index, int)]
-    if len(numbers) != 1:
-        raise Unsuitable(f"has {len(numbers)} different values of layer_idx, not one")
-    keys, values = (
-        torch.empty(1, attention.num_kv_heads, 0, width) for width in (attention.width, attention.value_width)
-    )
+    like = tuple(torch.empty(1, attention.num_kv_heads, 0, width) for width in (attention.width, attention.value_width))
+    [kv_layer] = [handed_on_by[name] for name in trace.reads_kv] or numbers
     return LayerPlan(
-        *(weights, (numbers[0],), keys, values, trace.rotates, trace.half_angles), *trace.query_scales.values()
+        *(weights, (kv_layer,), (like,), trace.rotates, trace.half_angles),
+        next(iter(trace.query_scales.values()), None),
+        trace.hands_on,
     )
+
+
+@dataclass(frozen=True)
+class _End:
+    """See `LayerWeights.ends`. `norm`: that of them, if there is one."""
+
+    tensors: list[Tensor]
+    norm: Norm | None = None
+    activation: str = ""
+
+
+def _end(after: Sequence[Event], trace: Trace) -> tuple[_End, Sequence[Event]]:
+    """What follows the MLP, and what runs between attention and that."""
+    if len(trace.scales) > 1:
+        raise Unsuitable(f"multiplies by {len(trace.scales)} numbers, not by one at its end")
+    scale = _filled(trace.scales[:1] or [None])
+    if not trace.is_given:
+        return _End([*[_NOTHING] * 3, *scale]), after
+    match [event.what for event in after[-4:]]:
+        case [PackedLinear(bias=None) as gate, Activation() as act, PackedLinear(bias=None) as out, Norm() as norm]:
+            return _End([gate.packed, out.packed, norm.weight, *scale], norm, act.name), after[:-4]
+    raise Unsuitable(f"what it is given is multiplied by something else than a gate: {_named(after)}")
 
 
 @dataclass(frozen=True)
@@ -214,6 +257,11 @@ def _places(trace: Trace, attention: Attention, made: Event) -> tuple[int, ...]:
         places += [at, max(view.head, width)] if view and 0 <= at < made.what.out_features else [end, width]
         end += count * width
     return tuple(places)
+
+
+def _norm_of(event: Event) -> Norm:
+    assert isinstance(event.what, Norm)
+    return event.what
 
 
 def _filled(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -39,11 +39,21 @@ class RaggedOffset(int):
         return offset
 
 
+# What masks are cut to by models that run their last layers over the tokens alone whose logits are asked for: those of
+# a pass are all asked for.
+WHOLE = (slice(None), slice(0, None))
+
+
 @dataclass(frozen=True)
 class RaggedMask:
     """Per span a bool mask [1, 1, Q, base + Q], or an empty tensor where the mask is causal."""
 
     masks: tuple[Tensor, ...]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "RaggedMask":
+        """Itself: see `WHOLE`."""
+        assert all(each in WHOLE for each in index)
+        return self
 
 
 @dataclass(frozen=True)

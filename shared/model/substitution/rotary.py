@@ -19,7 +19,7 @@ from shared.model.substitution.match import Unsuitable, random_input
 
 FUNCTION = "apply_rotary_pos_emb"
 
-_Rotary = Callable[..., tuple[Tensor, Tensor]]
+_Rotary = Callable[..., Any]
 _lock = threading.Lock()
 _users: dict[str, int] = {}
 _originals: dict[str, _Rotary] = {}
@@ -81,6 +81,9 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def _with_kernel(original: _Rotary, forms: tuple[_Rotary, ...]) -> _Rotary:
+    if forms == (_rotate_one,):
+        return _one_with_kernel(original)
+
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if len(args) == 4 and not kwargs and _fits(*args):
             width, num_angles = args[0].shape[-1], args[2].shape[-1]
@@ -93,6 +96,26 @@ def _with_kernel(original: _Rotary, forms: tuple[_Rotary, ...]) -> _Rotary:
         return original(*args, **kwargs)
 
     return apply_rotary_pos_emb
+
+
+def _one_with_kernel(original: _Rotary) -> _Rotary:
+    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
+        names = len(args) == 3 and [*kwargs] in ([], ["unsqueeze_dim"])
+        heads = kwargs.get("unsqueeze_dim", 1)
+        if names and heads in (1, 2):
+            x = args[0] if heads == 1 else args[0].transpose(1, 2)
+            if _fits(x, x, *args[1:]) and args[1].shape[-1] == x.shape[-1]:
+                return _rotate_one(*args, heads)
+        return original(*args, **kwargs)
+
+    return apply_rotary_pos_emb
+
+
+def _rotate_one(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """Rotates one tensor [B, H, Q, D], or [B, Q, H, D] if `heads` is 2."""
+    turned = x if heads == 1 else x.transpose(1, 2)
+    rotated, _ = _rotate(turned, turned[:, :0], cos, sin)
+    return rotated if heads == 1 else rotated.transpose(1, 2)
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,12 +146,29 @@ _TRIED = {
 
 def _forms(original: _Rotary) -> tuple[_Rotary, ...]:
     """Those that `original` computes, bit for bit. Raises `Unsuitable` if it is none."""
+    if _is_of_one_tensor(original):
+        return (_rotate_one,)
     forms = tuple(
         form for form, sizes in _TRIED.items() if all(_has_same_bits(original, form, *each) for each in sizes)
     )
     if not forms:
         raise Unsuitable("is not the half-rotation, bit for bit")
     return forms
+
+
+def _is_of_one_tensor(original: _Rotary) -> bool:
+    """Whether `original` rotates one tensor a call, bit for bit as `_rotate_one`."""
+    try:
+        for batch, num_heads, _, length, width, _ in _TRIED[_rotate]:
+            x = random_input(batch, length, num_heads, width)
+            cos, sin = random_input(2, batch, length, width).unbind()
+            for heads, states in ((1, x.transpose(1, 2)), (2, x)):
+                if not torch.equal(_rotate_one(states, cos, sin, heads), original(states, cos, sin, unsqueeze_dim=heads)):
+                    return False
+    except Exception as error:
+        refuse_if_out_of_memory(error)
+        return False
+    return True
 
 
 def _has_same_bits(

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.model.cache_argument import cache_among
+from shared.model.handed_on import noted
 from shared.model.substitution.attention import observed
 from shared.model.substitution.match import Recipe, Substitute, Unsuitable
 
+# The argument in which a layer gets what a model has made of each token for it alone.
+GIVEN = "per_layer_input"
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -93,10 +96,14 @@ class Trace(TorchDispatchMode):
     operations that are neither ours nor moves; `scaled`, the addresses of tensors that were multiplied by a number;
     `query_scales`, tensors made of positions by the address of what they were multiplied to make; `views` of queries,
     keys and values before rotation; `rotates`, whether there was one; `half_angles`, the number of the layer's
-    angles if it had each of them twice, else 0.
+    angles if it had each of them twice, else 0; `is_given`, whether something was multiplied by `given`; `scales`,
+    single numbers in a tensor that something was multiplied by; `reads_kv` and `hands_on`, the names by which it gets
+    keys and values of an earlier layer, and later ones get its own.
     """
 
-    def __init__(self, state: Tensor, positions: object = None, num_angles: int = 0) -> None:
+    def __init__(
+        self, state: Tensor, positions: object = None, num_angles: int = 0, given: Tensor | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.state = state.data_ptr()
         self.events: list[Event] = []
@@ -105,6 +112,11 @@ class Trace(TorchDispatchMode):
         self.query_scales: dict[int, OfPositions] = {}
         self.views: dict[str, _View] = {}
         self.rotates, self.half_angles = False, 0
+        self.is_given = False
+        self.scales: list[Tensor] = []
+        self.reads_kv: frozenset[Any] = frozenset()
+        self.hands_on: frozenset[Any] = frozenset()
+        self._given = given
         self._num_angles = num_angles
         self._kept: list[Any] = [state]  # so that addresses stay those of one tensor
         self._of_positions: dict[int, OfPositions] = {id(positions): OfPositions()}
@@ -140,9 +152,18 @@ class Trace(TorchDispatchMode):
             elif name == "mul" and len(of_positions) == 2 and of_positions[1] is not None:
                 self._kept.append(out)
                 self.query_scales[out.data_ptr()] = of_positions[1]
+            elif name in ("mul", "mul_") and self._is_given(args[1]) and not self.is_given:
+                self.is_given = True
+            elif name in ("mul", "mul_") and isinstance(args[1], Tensor) and args[1].shape == (1,):
+                self.scales.append(args[1])
             else:
                 self.others.append(name.removesuffix("_"))
         return out
+
+    def _is_given(self, factor: object) -> bool:
+        return (
+            self._given is not None and isinstance(factor, Tensor) and factor.data_ptr() == self._given.data_ptr()
+        )
 
 
 def _frozen(argument: Any) -> Any:
@@ -156,8 +177,9 @@ def watch(layer: nn.Module, substitutes: Mapping[nn.Module, Substitute], call: C
     angles = kwargs.get("position_embeddings")
     first = angles[0] if type(angles) is tuple and angles else None
     num_angles = first.shape[-1] if isinstance(first, Tensor) else 0
-    trace = Trace(state, kwargs.get("position_ids"), num_angles)
+    trace = Trace(state, kwargs.get("position_ids"), num_angles, kwargs.get(GIVEN))
     cache = cache_among(kwargs)
+    kwargs, handed_on = noted(kwargs)
 
     def note(what: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -194,4 +216,6 @@ def watch(layer: nn.Module, substitutes: Mapping[nn.Module, Substitute], call: C
             del cache.update
     if not isinstance(output, Tensor):
         raise Unsuitable("returns more than its state")
+    if handed_on is not None:
+        trace.reads_kv, trace.hands_on = frozenset(handed_on.read), frozenset(handed_on.written)
     return trace

@@ -32,7 +32,7 @@ from shared.model.remembered.facts import Facts
 from shared.model.weights.composed import InTurn, Joined, Stacked
 from shared.model.weights.files import corrupt, parts_of
 from shared.model.weights.gguf_config import complete_config, stated_sampling
-from shared.model.weights.gguf_experts import GptOssProcessor
+from shared.model.weights.gguf_experts import Gemma4Processor, GptOssProcessor
 from shared.model.weights.gguf_file import Field, GgufContents, GgufTensor, read_contents
 from shared.model.weights.gguf_rope import TENSORS as ROPE_TENSORS
 from shared.model.weights.gguf_rope import rope_scaling
@@ -48,6 +48,7 @@ except ImportError:  # an older version of transformers
     header_reader = None
 
 checkpoints.TENSOR_PROCESSORS.setdefault("gpt-oss", GptOssProcessor)
+checkpoints.TENSOR_PROCESSORS.setdefault("gemma4", Gemma4Processor)
 # Modules of older versions that have `load_gguf_checkpoint` from their import on.
 _CALLERS = ("configuration_utils", "tokenization_utils_tokenizers", "models.auto.tokenization_auto")
 # Transformers' own.
@@ -162,7 +163,7 @@ class GgufModel:
         parsed = self._run(return_tensors=False)
         config: dict[str, Any] = parsed["config"]
         config.pop("rope_scaling", None)  # what transformers makes of it for some families lacks a part
-        complete_config(config, self.contents)
+        complete_config(config, self.contents, self._weights)
         if config.keys().isdisjoint(("rope_scaling", "rope_parameters")):
             scaling = rope_scaling(self.contents, self._weights)
             config |= {"rope_scaling": scaling} if scaling else {}
@@ -184,7 +185,7 @@ class GgufModel:
         Raises `Corrupt` if the file has them not both, or in two shapes."""
         shapes = {name: entry.shape for name, entry in self._entries.items()}
         for name, shape in shapes.items():
-            for own, other in itertools.permutations(("_gate_exps.", "_up_exps.")):
+            for own, other in itertools.permutations((".ffn_gate_exps.", ".ffn_up_exps.")):
                 if own in name and shapes.get(beside := name.replace(own, other)) != shape:
                     raise corrupt(Path(self._path), f"it has {name!r} without a {beside!r} of the same shape")
 

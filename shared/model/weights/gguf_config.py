@@ -14,6 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from shared.errors import UnsupportedModel
 from shared.model.weights.files import corrupt
 from shared.model.weights.gguf_file import GgufContents
+from shared.model.weights.gguf_gemma4 import KEYS as GEMMA4_KEYS
+from shared.model.weights.gguf_gemma4 import gemma4_config
+from shared.model.weights.gguf_rope import Numbers
 
 # What a config calls the statement of a key, by the part after the architecture. The first name that the family's
 # config has gets the value.
@@ -32,7 +35,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "expert_count": ("num_experts", "num_local_experts"),
-    "expert_used_count": ("num_experts_per_tok",),
+    "expert_used_count": ("num_experts_per_tok", "top_k_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_weights_norm": ("norm_topk_prob",),
@@ -103,7 +106,7 @@ _TOKENIZER_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def complete_config(config: dict[str, Any], contents: GgufContents) -> None:
+def complete_config(config: dict[str, Any], contents: GgufContents, numbers: Numbers) -> None:
     """Adds to the arguments of a config what the file states of the model beside the scaling of rotary embeddings.
 
     Raises `UnsupportedModel` (reason FILE_KEY_UNKNOWN) for a statement that transformers cannot follow or that is not
@@ -114,13 +117,15 @@ def complete_config(config: dict[str, Any], contents: GgufContents) -> None:
     if architecture in _OWN_CONFIG:
         return
     prefix = f"{architecture}."
-    stated = {
-        key.removeprefix(prefix): _single(key, field.values)
-        for key, field in contents.fields.items()
-        if key.startswith(prefix)
+    fields = {
+        key.removeprefix(prefix): field.values for key, field in contents.fields.items() if key.startswith(prefix)
     }
-    if missing := [key for key in _NEEDED if key not in stated]:
+    if missing := [name for name in _NEEDED if name not in fields]:
         raise corrupt(contents.path, f"its metadata has no {prefix}{missing[0]}")
+    if architecture == "gemma4":
+        config |= gemma4_config(contents, numbers)
+        fields = {name: values for name, values in fields.items() if name not in GEMMA4_KEYS}
+    stated = {name: _single(f"{prefix}{name}", values) for name, values in fields.items()}
     _Statements(architecture, stated, config).add()
 
 

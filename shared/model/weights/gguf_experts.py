@@ -1,10 +1,11 @@
-"""Where the experts of a gpt-oss .gguf file belong in the model. Transformers looks for them under names that no
-converter writes, and only for an architecture that no file states.
+"""Where tensors of a gpt-oss .gguf file and of a Gemma 4 one belong that are no `weight` or `bias` of a module.
+Transformers looks for those of gpt-oss under names that no converter writes, and does not know those of Gemma 4.
 
-A file has gate and up apart, [E, I, D], and the model has their rows in turn, and turned: [E, D, 2 I].
+A file of gpt-oss has gate and up apart, [E, I, D], and the model has their rows in turn, and turned: [E, D, 2 I].
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,36 +13,51 @@ import torch
 from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils as checkpoints
 
-# The parameters that are no `weight` or `bias` of a module.
-_PARAMETER = re.compile(
-    r"(?:model\.)?layers\.(?P<layer>\d+)\."
-    r"(?P<name>self_attn\.sinks|mlp\.experts\.(?:gate_up|down)_proj(?:_bias)?)"
-)
-_TENSORS = {
-    "self_attn.sinks": ("attn_sinks.weight",),
-    "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-    "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-    "mlp.experts.down_proj": ("ffn_down_exps.weight",),
-    "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
-}
 _IN_TURN = re.compile(r"blk\.\d+\.ffn_(?P<part>gate|up)_exps\..*")
 _DOWN = re.compile(r"blk\.\d+\.ffn_down_exps\.weight")
 
 
-class GptOssProcessor(checkpoints.TensorProcessor):
+class _Named(checkpoints.TensorProcessor):
     """As transformers asks one for each tensor of a file."""
+
+    # A layer's tensors, by the parameter that is made of them.
+    tensors: Mapping[str, tuple[str, ...]]
 
     def preprocess_name(self, hf_name: str) -> str:
         # A name without an equal in GGUF's own tables, so that `perform_fallback_tensor_mapping` is asked.
-        return f"={hf_name}" if _PARAMETER.fullmatch(hf_name) else hf_name
+        return f"={hf_name}" if self._place(hf_name) else hf_name
 
     def perform_fallback_tensor_mapping(
         self, gguf_to_hf_name_map: dict[str, str], suffix: str, qual_name: str, hf_name: str
     ) -> None:
-        found = _PARAMETER.fullmatch(hf_name.removeprefix("="))
-        if found is not None:
-            own = qual_name + hf_name.removeprefix("=")
-            gguf_to_hf_name_map.update({f"blk.{found['layer']}.{tensor}": own for tensor in _TENSORS[found["name"]]})
+        own = hf_name.removeprefix("=")
+        if place := self._place(own):
+            layer, name = place
+            gguf_to_hf_name_map |= {f"blk.{layer}.{tensor}": qual_name + own for tensor in self.tensors[name]}
+
+    def _place(self, hf_name: str) -> tuple[str, str] | None:
+        found = re.fullmatch(r"(?:model\.)?layers\.(\d+)\.(.+)", hf_name)
+        return (found[1], found[2]) if found and found[2] in self.tensors else None
+
+
+class Gemma4Processor(_Named):
+    tensors = {
+        "layer_scalar": ("layer_output_scale.weight",),
+        "router.scale": ("ffn_gate_inp.scale",),
+        "router.per_expert_scale": ("ffn_down_exps.scale",),
+        "experts.gate_up_proj": ("ffn_gate_up_exps.weight",),
+        "experts.down_proj": ("ffn_down_exps.weight",),
+    }
+
+
+class GptOssProcessor(_Named):
+    tensors = {
+        "self_attn.sinks": ("attn_sinks.weight",),
+        "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+        "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+        "mlp.experts.down_proj": ("ffn_down_exps.weight",),
+        "mlp.experts.down_proj_bias": ("ffn_down_exps.bias",),
+    }
 
     def process(self, weights: np.ndarray, name: str, **kwargs: Any) -> checkpoints.GGUFTensor:
         in_turn = _IN_TURN.fullmatch(name)

@@ -1,6 +1,6 @@
 """The layer op against its reference, against the single ops bit for bit, and token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -49,6 +49,10 @@ def layers(draw: st.DrawFn) -> dict:
         "query_scales": draw(st.booleans()),
         "biased": draw(st.sampled_from(["all", "some", "no"])),
         "sinks": draw(st.booleans()),
+        "reads_kv": draw(st.sampled_from([False, False, True])),
+        "norm_values": draw(st.booleans()),
+        "given": draw(st.sampled_from([0, 0, 5, 16])),
+        "scaled": draw(st.booleans()),
         "dtypes": draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=7)),
         "kv_dtype": draw(st.sampled_from(DTYPES)),
         "activation": draw(st.sampled_from(["silu", "gelu_tanh", "gelu", "relu"])),
@@ -61,6 +65,8 @@ def _weights(p: dict) -> LayerWeights:
     q, k, v = kv * p["group"] * p["head"], kv * p["head"], kv * p["value_head"]
     apart, up, in_parallel = p["together"] == "no", inner * p["gated"], p["mlp"] != "after"
     shapes = [(q, width), (k, width), (v, width)] if apart else [(q + k + v, width), (0, 0), (0, 0)]
+    if p["reads_kv"]:
+        shapes[:3] = [(q, width), (0, 0), (0, 0)]
     shapes += [(width, kv * p["group"] * p["value_head"]), (inner, width), (up, width), (width, inner)]
     sizes = [rows for rows, _ in shapes[:4]] + [inner + up, width]
 
@@ -82,6 +88,12 @@ def _weights(p: dict) -> LayerWeights:
     norms = [norm(*pair, width), norm(*pair, width, exists=p["mlp"] != "parallel, norm shared")]
     norms += [norm(p["head"], exists=p["head_norms"]) for _ in range(2)]
     norms += [norm(*pair, width, exists=exists) for exists in added]
+    ends = [NOTHING] * 4
+    if p["given"]:
+        gate, out = (pack(shape, p["dtypes"][0]) for shape in ((p["given"], width), (width, p["given"])))
+        ends[:3] = [gate, out, norm(*pair, width)]
+    if p["scaled"] and (p["given"] or added[1]):
+        ends[3] = torch.randn(1)
     if p["experts"]:
         sizes[4:] = [p["experts"], 0]
     sizes += [kv * p["group"] * p["sinks"]]
@@ -98,12 +110,15 @@ def _weights(p: dict) -> LayerWeights:
     if interleaved:
         places = (0, places[5], *places[2:])
     return LayerWeights(
-        *(norms, packed, biases, kv * p["group"], inner, p["activation"]),
+        *(norms, packed, biases, kv * p["group"], (inner,), p["activation"]),
         *(1e-5, 0.0 if p["centred"] else 1.0, 0.3, p["softcap"], places if interleaved else ()),
         query_scale=p["query_scale"],
         parallel_mlp=in_parallel,
         experts_per_token=min(p["chosen"], p["experts"]),
         norm_shares=p["centred"],
+        norm_values=p["norm_values"],
+        reads_kv=[p["reads_kv"]] if p["reads_kv"] or p["biased"] == "no" else [],
+        ends=ends if any(end.numel() for end in ends) else [],
     )
 
 
@@ -150,17 +165,29 @@ def _flat(
     w = weights
     return (
         *(w.norms, matrices, w.biases, _stores(kv.keys), _stores(kv.values), *kv[2:]),
-        *(masks, [], [], w.num_layers, w.num_heads, w.intermediate),
+        *(masks, [], [], w.num_layers, w.num_heads, w.intermediates),
         *(w.activation, w.eps, w.weight_offset, w.scaling, w.softcap, w.places, w.query_scale, w.parallel_mlp),
-        *(w.experts_per_token, w.norm_shares, scales),
+        *(w.experts_per_token, w.norm_shares, scales, w.norm_values),
     )
+
+
+def _end(weights: LayerWeights, given: Tensor | None, unpack: Callable[[Tensor], Any] = lambda packed: packed) -> dict:
+    """The rest of the reference's arguments."""
+    ends = [unpack(each) if place % 4 < 2 else each for place, each in enumerate(weights.ends)]
+    return {"reads_kv": weights.reads_kv, "ends": ends, "per_layer_inputs": given}
+
+
+def _given_per_layer(p: dict, x: Tensor, num_layers: int = 1) -> Tensor | None:
+    return torch.randn(x.shape[1], num_layers, p["given"]) if p["given"] else None
 
 
 def _scales(p: dict, x: Tensor) -> Tensor | None:
     return torch.rand(x.shape[1]) if p["query_scales"] else None
 
 
-def _step_by_step(x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: LayerKV, *others: Any) -> Tensor:
+def _step_by_step(
+    x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: LayerKV, given: Tensor | None, *others: Any
+) -> Tensor:
     """The steps of the reference, with the single ops in place of PyTorch."""
 
     def rows(packed: Tensor) -> int:
@@ -182,7 +209,7 @@ def _step_by_step(x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: Laye
     with pytest.MonkeyPatch.context() as patch:
         for name, single in singles.items():
             patch.setattr(reference, name, single)
-        return reference.decoder_layers(x, [cos], [sin], *_flat(w, w.packed, kv, *others))[-1]
+        return reference.decoder_layers(x, [cos], [sin], *_flat(w, w.packed, kv, *others), **_end(w, given))[-1]
 
 
 def _unpacked(packed: Tensor) -> Any:
@@ -195,17 +222,20 @@ def _unpacked(packed: Tensor) -> Any:
 @given(p=layers(), threads=st.sampled_from([1, 2, 3]))
 def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None:
     weights, (x, cos, sin, kv, masks) = _weights(p), _inputs(p)
-    expected_kv, spec_kv, scales = _copy(kv), _copy(kv), _scales(p, x)
+    expected_kv, spec_kv, scales, given = _copy(kv), _copy(kv), _scales(p, x), _given_per_layer(p, x)
     torch.set_num_threads(threads)
-    out = decoder_layers(x, [LayerInputs(cos, sin, masks)], weights, kv, query_scales=scales)
+    out = decoder_layers(
+        x, [LayerInputs(cos, sin, masks)], weights, kv, query_scales=scales, per_layer_inputs=given
+    )
     torch.set_num_threads(1)
-    assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_kv, masks, scales))
+    assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_kv, given, masks, scales))
     for kept, expected in zip(kv[:2], expected_kv[:2], strict=True):
         assert all(map(torch.equal, _stores(kept), _stores(expected)))
     if weights.experts_per_token < p["experts"]:
         return  # of two nearly equal experts, sums in another order may choose the other one
     matrices: list[Any] = [_unpacked(packed) for packed in weights.packed]
-    spec = reference.decoder_layers(x, [cos], [sin], *_flat(weights, matrices, spec_kv, masks, scales))[-1]
+    flat, end = _flat(weights, matrices, spec_kv, masks, scales), _end(weights, given, _unpacked)
+    spec = reference.decoder_layers(x, [cos], [sin], *flat, **end)[-1]
     # Sums in another order may round a key or a value of 16 bits to its neighbour.
     tolerance = 1e-4 if p["kv_dtype"] == torch.float32 else 1e-2
     torch.testing.assert_close(out, spec, atol=tolerance * float(spec.abs().max()), rtol=1e-3)
@@ -238,13 +268,14 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
     before = x.clone()
     torch.set_num_threads(threads)
     captured = dict.fromkeys(wanted, x[:0])
-    kv = LayerKV(keys, values, *kvs[0][2:])
-    out = decoder_layers(x, given_each, stacked(parts), kv, kinds, captured)
+    kv, given = LayerKV(keys, values, *kvs[0][2:]), _given_per_layer(p, x, num_layers)
+    out = decoder_layers(x, given_each, stacked(parts), kv, kinds, captured, per_layer_inputs=given)
     torch.set_num_threads(1)
     assert torch.equal(x, before)
     states = []
-    for weights, kv, kind in zip(parts, kvs, kinds, strict=True):
-        x = decoder_layers(x, [given_each[kind]], weights, kv)
+    for layer, (weights, kv, kind) in enumerate(zip(parts, kvs, kinds, strict=True)):
+        own = None if given is None else given[:, layer : layer + 1]
+        x = decoder_layers(x, [given_each[kind]], weights, kv, per_layer_inputs=own)
         states.append(x)
     assert torch.equal(out, x)
     assert captured.keys() == wanted
@@ -286,17 +317,19 @@ def test_layers_of_different_forms_are_not_stacked() -> None:
 def test_a_token_has_the_same_bits_alone(isa: str, p: dict) -> None:
     p = {**p, "spans": [(base, min(count, 5), False) for base, count, _ in p["spans"]]}
     weights, (x, cos, sin, kv, _) = _weights(p), _inputs(p)
-    alone_kv, scales = _copy(kv), _scales(p, x)
-    out = decoder_layers(x, [LayerInputs(cos, sin)], weights, kv, query_scales=scales)
+    alone_kv, scales, given = _copy(kv), _scales(p, x), _given_per_layer(p, x)
+    out = decoder_layers(x, [LayerInputs(cos, sin)], weights, kv, query_scales=scales, per_layer_inputs=given)
     token = 0
     for index, (base, count, _) in enumerate(p["spans"]):
         for step in range(count):
             own = slice(token, token + 1)
             place = [base + step]
             own_kv = LayerKV([alone_kv.keys[index]], [alone_kv.values[index]], place, [1])
-            own_scales = None if scales is None else scales[own]
+            own_scales, own_given = (None if each is None else each[own] for each in (scales, given))
             angles = LayerInputs(cos[:, own], sin[:, own])
-            alone = decoder_layers(x[:, own], [angles], weights, own_kv, query_scales=own_scales)
+            alone = decoder_layers(
+                x[:, own], [angles], weights, own_kv, query_scales=own_scales, per_layer_inputs=own_given
+            )
             assert torch.equal(alone, out[:, own])
             token += 1
 
@@ -321,6 +354,10 @@ SMALL = {
     "query_scales": False,
     "biased": "no",
     "sinks": False,
+    "reads_kv": False,
+    "norm_values": False,
+    "given": 0,
+    "scaled": False,
     "dtypes": DTYPES[:1],
     "kv_dtype": torch.float32,
     "head_norms": False,
@@ -352,7 +389,7 @@ def test_no_tokens_are_no_work() -> None:
     [
         ({"num_heads": 3}, "3 query heads cannot share 2 key heads"),
         ({"num_heads": 6}, r"a projection is a matrix \[32, 12\], want \[48, 12\]"),
-        ({"intermediate": 17}, r"gate is a matrix \[16, 12\], want \[17, 12\]"),
+        ({"intermediates": [17]}, r"gate is a matrix \[16, 12\], want \[17, 12\]"),
         ({"activation": "tanh"}, "activation is 'tanh'"),
         ({"norms": [torch.ones(12)]}, "1 norms, 7 matrices, 0 biases and 0 places for 1 layers, want 6"),
         ({"norms": [torch.ones(12), torch.ones(11), *[NOTHING] * 4]}, "a norm must be contiguous with shape"),
@@ -404,7 +441,7 @@ def test_wrong_arguments_are_named(change: dict, message: str) -> None:
     ("change", "message"),
     [
         ({"experts_per_token": 4}, "4 of 3 experts cannot be chosen"),
-        ({"intermediate": 17}, r"experts have matrices \[16, 12\], want \[17, 12\]"),
+        ({"intermediates": [17]}, r"experts have matrices \[16, 12\], want \[17, 12\]"),
         ({"biases": [NOTHING] * 5 + [torch.ones(12), NOTHING]}, "the biases of experts are in their table"),
         ({"biases": [NOTHING] * 4 + [torch.ones(4), NOTHING, NOTHING]}, r"router must be contiguous with shape \[3\]"),
     ],

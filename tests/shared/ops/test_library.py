@@ -93,7 +93,7 @@ def _calls() -> dict[str, tuple]:
             [table([torch.zeros(1, 2, 7, 8)]) for _ in range(2)],
             *([5, 0], [2, 1]),
             [torch.ones(1, 1, 2, 7, dtype=torch.bool), torch.empty(0, dtype=torch.bool)],
-            *([0], [], 1, 4, 20, "silu", 1e-5, 0.0, 0.3, None),
+            *([0], [], 1, 4, [20], "silu", 1e-5, 0.0, 0.3, None),
         ),
         "choose_experts": (torch.randn(3, 12), packed, *(20, 2, True), torch.randn(20)),
         "experts": (

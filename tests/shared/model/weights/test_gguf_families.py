@@ -69,7 +69,7 @@ def write(
     writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
     if "num_key_value_heads" in config.to_dict():
-        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_head_count_kv(config.to_dict()["num_key_value_heads"])
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, "<eos>", "he", "ll", *(f"[PAD{i}]" for i in range(config.vocab_size - len(letters) - 3))]
     writer.add_vocab_size(len(tokens))
@@ -92,8 +92,21 @@ def write(
             transposed = architecture == "gpt2" and state[parameter].dim() > 1 and name.startswith("blk.")
             weights = state[parameter].T.contiguous() if transposed else state[parameter]
             writer.add_tensor(name, (weights + one).numpy().astype(np.float32))
+    if architecture == "gemma4":  # a quarter of the pairs
+        pairs = config.per_layer_config[5].head_dim // 2
+        factors = np.where(np.arange(pairs) < pairs // 4, 1.0, 1e30)
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     for name, weights in state.items():
         layer = name.split(".")[2] if ".layers." in name else ""
+        if name.endswith("layer_scalar"):
+            weights.fill_(1.0 + 0.1 * int(layer))
+            writer.add_tensor(f"blk.{layer}.layer_output_scale.weight", weights.numpy())
+        if name.endswith(("router.scale", "router.per_expert_scale")):
+            tensor = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+            writer.add_tensor(f"blk.{layer}.{tensor}.scale", weights.numpy())
+        if architecture == "gemma4" and ".experts." in name:
+            tensor = "ffn_gate_up_exps" if "gate_up" in name else "ffn_down_exps"
+            writer.add_tensor(f"blk.{layer}.{tensor}.weight", weights.numpy())
         if name.endswith("self_attn.sinks"):
             writer.add_tensor(f"blk.{layer}.attn_sinks.weight", weights.numpy())
         if name.endswith("mlp.experts.gate_up_proj_bias"):
@@ -166,6 +179,41 @@ def gpt_oss(writer: GGUFWriter) -> None:
     writer.add_rope_scaling_orig_ctx_len(32)
 
 
+def gemma4(**changes: Any) -> tuple[str, Any, Metadata]:
+    """Of the shape of E2B."""
+    sizes = {**BASE, "num_hidden_layers": 6, "tie_word_embeddings": True, "sliding_window": 5, "head_dim": 8}
+    sizes |= {"global_head_dim": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    sizes |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300, "final_logit_softcapping": 30.0}
+    config = hf.Gemma4TextConfig(**sizes | {"layer_types": ["sliding_attention", "full_attention"] * 3} | changes)
+    return "gemma4", config, lambda writer: state_gemma4(writer, config)
+
+
+def state_gemma4(writer: GGUFWriter, config: Any) -> None:
+    """As convert_hf_to_gguf.py states it."""
+    llama_like(writer, 1e6, 1e-6)
+    writer.add_rope_freq_base_swa(1e4)
+    writer.add_sliding_window(5)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    windows = [kind == "sliding_attention" for kind in config.layer_types]
+    writer.add_sliding_window_pattern(windows)
+    for width, add in (
+        (16, (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count)),
+        (8, (writer.add_key_length_swa, writer.add_value_length_swa, writer.add_rope_dimension_count_swa)),
+    ):
+        for each in add:
+            each(width)
+    writer.add_final_logit_softcapping(30.0)
+    if config.use_double_wide_mlp:
+        writer.add_feed_forward_length([48] * 4 + [96] * 2)
+    if config.attention_k_eq_v:
+        writer.add_head_count_kv([2 if each else 1 for each in windows])
+    if config.enable_moe_block:
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(32)
+
+
 CASES: dict[str, tuple[str, hf.PreTrainedConfig, Metadata]] = {
     "qwen2": ("qwen2", hf.Qwen2Config(**BASE, **rope(1e6), rms_norm_eps=1e-3), lambda w: llama_like(w, 1e6, 1e-3)),
     "qwen3": (
@@ -229,6 +277,15 @@ CASES: dict[str, tuple[str, hf.PreTrainedConfig, Metadata]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         }),
         lambda w: gemma(w, 1e6),
+    ),
+    "gemma4, layers that share keys": gemma4(),
+    "gemma4, keys as values": gemma4(
+        attention_k_eq_v=True, num_global_key_value_heads=1, num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+        use_double_wide_mlp=False,
+    ),
+    "gemma4, experts": gemma4(
+        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32, num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0, use_double_wide_mlp=False,
     ),
     "gpt-oss": (
         "gpt-oss",
