@@ -241,21 +241,13 @@ def add_tokenizer(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
 
 def state_kinds(writer: gguf.GGUFWriter, shape: Shape) -> None:
     """The statements of Gemma 4, whose layers are of several kinds."""
-    for width, add in (
-        (shape.full_head_dim, (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count)),
-        (
-            shape.head_dim,
-            (writer.add_key_length_swa, writer.add_value_length_swa, writer.add_rope_dimension_count_swa),
-        ),
-    ):
-        for each in add:
-            each(width)
+    writer.add_key_length_swa(shape.head_dim)
+    writer.add_value_length_swa(shape.head_dim)
+    writer.add_rope_dimension_count_swa(shape.head_dim)
     writer.add_rope_freq_base_swa(10000.0)
     writer.add_sliding_window_pattern([layer % 5 != 4 for layer in range(shape.num_layers)])
     writer.add_shared_kv_layers(shape.num_sharing)
     writer.add_embedding_length_per_layer_input(shape.layer_width)
-    own = shape.num_layers - shape.num_sharing
-    writer.add_feed_forward_length([shape.inner] * own + [2 * shape.inner] * shape.num_sharing)
     writer.add_final_logit_softcapping(30.0)
 
 
@@ -266,13 +258,16 @@ def write(shape: Shape, target: Path, tokenizer: Path, plain: Kind | None) -> No
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.width)
     writer.add_block_count(shape.num_layers)
-    writer.add_feed_forward_length(shape.inner)
+    own = shape.num_layers - shape.num_sharing
+    inner = [shape.inner] * own + [2 * shape.inner] * shape.num_sharing
+    writer.add_feed_forward_length(inner if shape.num_sharing else shape.inner)
     writer.add_head_count(shape.num_heads)
     if shape.rope_theta:
+        head = shape.full_head_dim or shape.head_dim
         writer.add_head_count_kv(shape.num_kv_heads)
-        writer.add_key_length(shape.head_dim)
-        writer.add_value_length(shape.head_dim)
-        writer.add_rope_dimension_count(shape.head_dim)
+        writer.add_key_length(head)
+        writer.add_value_length(head)
+        writer.add_rope_dimension_count(head)
         writer.add_rope_freq_base(shape.rope_theta)
         writer.add_layer_norm_rms_eps(NORM)
     else:

@@ -143,14 +143,13 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
                                    double scaling, std::optional<double> softcap, std::optional<Tensor> sinks);
 
 // decoder_layers.cpp
-Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, Tensor norms,
-                      Tensor packed, Tensor biases, std::vector<Tensor> keys,
-                      std::vector<Tensor> values, std::vector<int64_t> bases, std::vector<int64_t> counts,
-                      std::vector<Tensor> masks, std::vector<int64_t> kinds, std::vector<int64_t> stops,
-                      int64_t num_layers, int64_t heads, std::vector<int64_t> intermediates, std::string activation,
-                      double eps, double weight_offset, double scaling, std::optional<double> softcap,
-                      std::vector<int64_t> places, double query_scale, bool parallel_mlp, int64_t experts_per_token,
-                      bool norm_shares, std::optional<Tensor> query_scales, bool norm_values,
+Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, Tensor norms, Tensor packed,
+                      Tensor biases, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
+                      std::vector<int64_t> counts, std::vector<Tensor> masks, std::vector<int64_t> kinds,
+                      std::vector<int64_t> stops, int64_t num_layers, int64_t heads, std::vector<int64_t> intermediates,
+                      std::string activation, double eps, double weight_offset, double scaling,
+                      std::optional<double> softcap, std::vector<int64_t> places, double query_scale, bool parallel_mlp,
+                      int64_t experts_per_token, bool norm_shares, std::optional<Tensor> query_scales, bool norm_values,
                       std::vector<int64_t> reads_kv, std::optional<Tensor> ends,
                       std::optional<Tensor> per_layer_inputs);
 

@@ -244,19 +244,6 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
   return layer;
 }
 
-// How many threads the work of a layer is worth.
-int64_t ranks_for(const Layer& layer) {
-  // The tiles of `up`: the loop below counts the gate.
-  double flops = layer.inner.gated ? (double)layer.inner.out_features * layer.inner.in_features : 0.;
-  if (layer.experts.tokens) flops += layer.experts.flops() / (double)layer.tokens;
-  for (const LinearArgs* matmul : {&layer.out, &layer.inner, &layer.down})
-    flops += (double)matmul->in_features * matmul->out_features;
-  for (const LinearArgs& projection : layer.projections)
-    flops += (double)projection.in_features * projection.out_features;
-  return std::clamp<int64_t>((int64_t)(flops * (double)layer.tokens / (double)kGrainFlops), 1,
-                             torch::stable::get_num_threads());
-}
-
 }  // namespace
 
 Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, Tensor norm_table,
@@ -379,7 +366,7 @@ Tensor decoder_layers(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin
     };
     stack.push_back(make_layer(call, tensors, i, entering, leaving));
     entering = leaving;
-    ranks = std::max(ranks, ranks_for(stack.back()));
+    ranks = std::max(ranks, stack.back().ranks_wanted());
   }
   int64_t covered = 0;
   for (int64_t count : counts) covered += count;

@@ -33,6 +33,17 @@ class StepClock {
 
 }  // namespace
 
+// How many threads the work of a layer is worth.
+int64_t Layer::ranks_wanted() const {
+  // The tiles of `up`: the loop below counts the gate.
+  double flops = inner.gated ? (double)inner.out_features * inner.in_features : 0.;
+  if (experts.tokens) flops += experts.flops() / (double)tokens;
+  for (const LinearArgs* matmul : {&out, &inner, &down}) flops += (double)matmul->in_features * matmul->out_features;
+  for (const LinearArgs& projection : projections) flops += (double)projection.in_features * projection.out_features;
+  return std::clamp<int64_t>((int64_t)(flops * (double)tokens / (double)kGrainFlops), 1,
+                             torch::stable::get_num_threads());
+}
+
 // Sets the input and output pointers of every step to pieces of the arena.
 void Layer::lay_out(Arena* arena, int64_t width) {
   normed = arena->take((norms_alone() ? ranks : 1) * tokens * width);

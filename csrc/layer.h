@@ -32,6 +32,7 @@ struct Layer {
   float *scratches = nullptr, *normed = nullptr;
 
   bool norms_alone() const { return tokens <= kTokensNormedAlone; }
+  int64_t ranks_wanted() const;
   void lay_out(Arena* arena, int64_t width);
   void count(const Kernels& kernels);
   void run(Team& team) const;

@@ -110,7 +110,7 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         hf.Gemma3TextConfig, head_dim=8, sliding_window=5, layer_types=ALTERNATING, query_pre_attn_scalar=8
     ),
     "gemma4": gemma4,
-    # As E2B and E4B: the last layers read the keys and values of earlier ones, and each gets a vector of the token's own.
+    # As E2B and E4B: the last layers read the keys and values of earlier ones, and each is given something of a token.
     "gemma4-sliding": lambda: gemma4(
         attention_k_eq_v=False,
         num_kv_shared_layers=2,
@@ -118,9 +118,7 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         vocab_size_per_layer_input=VOCABULARY_SIZE,
         use_double_wide_mlp=True,
     ),
-    "gemma4-experts": lambda: gemma4(
-        enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24
-    ),
+    "gemma4-experts": lambda: gemma4(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24),
     "gpt2": lambda: hf.GPT2Config(n_embd=32, n_layer=NUM_LAYERS, n_head=4, n_positions=128, **SHARED),
     "gpt-neox": lambda: hf.GPTNeoXConfig(**{k: v for k, v in LLAMA_LIKE.items() if k != "num_key_value_heads"}),
     "phi2": lambda: _llama_like(hf.PhiConfig),
@@ -200,7 +198,7 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
 
 
 # These differ most in what neap does. `make test` asks them; `make test-full` asks all others, too.
-USUAL = {"llama", "gpt2", "mixtral", "gemma3-sliding", "phi3-longrope"}
+USUAL = {"llama", "gpt2", "mixtral", "gemma3-sliding", "gemma4-sliding", "phi3-longrope"}
 
 
 def by_tier(names: Iterable[str]) -> list[ParameterSet]:

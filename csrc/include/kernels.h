@@ -35,11 +35,11 @@ struct LinearArgs {
 
 // An RMS norm, or with a bias a layer norm, which also subtracts the row's mean.
 struct RowNormArgs {
-  const float* x;               // [rows, width], rows `x_stride` apart
-  const float *weight, *bias;   // [width] or null
-  const float* residual;        // [rows, width] contiguous, added, or null
-  const float* scale;           // [1] or null: the result is multiplied by it last
-  float* out;                   // [rows, width] contiguous
+  const float* x;              // [rows, width], rows `x_stride` apart
+  const float *weight, *bias;  // [width] or null
+  const float* residual;       // [rows, width] contiguous, added, or null
+  const float* scale;          // [1] or null: the result is multiplied by it last
+  float* out;                  // [rows, width] contiguous
   int64_t width, x_stride;
   float eps, weight_offset;
 };

@@ -142,7 +142,8 @@ class Gates:
         output = self._output_of(index, args, kwargs)
         if handed_on is not None:
             self._handed_on_by |= dict.fromkeys(handed_on.written, index)
-            self.kv_layers |= {index: self._handed_on_by[name] for name in handed_on.read}
+            for name in handed_on.read:
+                self.kv_layers[index] = self._handed_on_by[name]
         hidden = output[0] if isinstance(output, tuple) else output
         if self._tuple_length is None:
             self._tuple_length = len(output) if isinstance(output, tuple) else 0

@@ -1,7 +1,7 @@
 """Every op in plain PyTorch: the specification of the kernels, against which they are tested.
 Written for reading, not for speed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -206,7 +206,6 @@ def decoder_layers(
     reads_kv: Sequence[bool] = (),
     ends: Sequence[Tensor] = (),
     per_layer_inputs: Tensor | None = None,
-    **more: Any,
 ) -> Tensor:
     """See `shared.ops.layer.decoder_layers`: the states after each of `stops` layers and after the last [K, B, Q, D].
     `matrices` are not packed."""
@@ -223,7 +222,8 @@ def decoder_layers(
         arguments: tuple[Any, ...] = (*of_layer, bases, counts, seen, heads, *others)
         given = None if per_layer_inputs is None else per_layer_inputs[:, layer].view(*x.shape[:2], -1)
         of_end = [*part(ends, layer), given] if ends else []
-        x = _decoder_layer(x, cos[kind], sin[kind], *arguments, **more, reads_kv=any(part(reads_kv, layer)), end=of_end)
+        more: dict[str, Any] = {"reads_kv": bool(reads_kv) and bool(reads_kv[layer]), "end": of_end}
+        x = _decoder_layer(x, cos[kind], sin[kind], *arguments, **more)
         if layer + 1 in (*stops, num_layers):
             states.append(x)
     return torch.stack(states)
@@ -314,24 +314,12 @@ def _decoder_layer(
         made_by_mlp = packed_linear(activate(packed_linear(inner, gate, inner_bias), activation), down, down_bias)
     made_by_mlp = normed(made_by_mlp, output_norm)
     h = x + (added + made_by_mlp) if parallel_mlp else h + made_by_mlp
-    return _ended(h, *end, activation, normed) if end else h
-
-
-def _ended(
-    h: Tensor,
-    gate: Tensor,
-    matrix: Tensor,
-    norm: Tensor,
-    scale: Tensor,
-    given: Tensor | None,
-    activation: str,
-    normed: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """What follows the MLP: see `LayerWeights.ends`."""
-    if norm.numel():
-        assert given is not None
-        gated = activate(packed_linear(h, gate, None), activation) * given
-        h = h + normed(packed_linear(gated, matrix, None), norm)
+    if not end:
+        return h
+    given_gate, given_out, given_norm, scale, given = end
+    if given_norm.numel():
+        gated = activate(packed_linear(h, given_gate), activation) * given
+        h = h + normed(packed_linear(gated, given_out), given_norm)
     return h * scale if scale.numel() else h
 
 

@@ -91,14 +91,16 @@ def run_plan(plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     positions = kwargs.get("position_ids")
     if plan.query_scales is not None and not isinstance(positions, Tensor):
         return None
-    own = kwargs.get(GIVEN)
-    if plan.weights.is_given and (not isinstance(own, Tensor) or len(plan.kv_layers) > 1):
-        return None
+    own: Tensor | None = None
+    if plan.weights.is_given:
+        own = kwargs.get(GIVEN)
+        if not isinstance(own, Tensor) or len(plan.kv_layers) > 1:
+            return None
+        own = own.flatten(0, 1)[:, None]
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
     if masks is None:
         return None
-    own = own.flatten(0, 1)[:, None] if plan.weights.is_given else None
     out = plan.run(hidden, [(angles, masks)], cache, positions=positions, per_layer_inputs=own)
     for name in plan.hands_on:
         kwargs[handed_on.ARGUMENT][name] = cache.seen(plan.kv_layers[0])

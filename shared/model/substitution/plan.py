@@ -98,10 +98,12 @@ def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
 def plan(layer: nn.Module, trace: Trace, handed_on_by: dict[Any, int]) -> LayerPlan:
     """The layer that `trace` shows as one pre-norm layer. `handed_on_by`: the numbers of earlier layers by the names
     under which they hand on keys and values; this one is added. Raises `Unsuitable` if it is not one."""
-    numbers = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
+    indices: set[object] = {getattr(module, "layer_idx", None) for module in layer.modules()}
+    numbers = [index for index in indices if isinstance(index, int)]
     if len(numbers) != 1:
         raise Unsuitable(f"has {len(numbers)} different values of layer_idx, not one")
-    handed_on_by |= dict.fromkeys(trace.hands_on, *numbers)
+    [number] = numbers
+    handed_on_by |= dict.fromkeys(trace.hands_on, number)
     events, state = trace.events, trace.state
     places = [index for index, event in enumerate(events) if isinstance(event.what, Attention)]
     if len(places) != 1:
@@ -109,37 +111,26 @@ def plan(layer: nn.Module, trace: Trace, handed_on_by: dict[Any, int]) -> LayerP
     attention = events[places[0]].what
     assert isinstance(attention, Attention)
     before, after = events[: places[0]], events[places[0] + 1 :]
-    norms = [event for event in before if isinstance(event.what, Norm)]
-    made = [event for event in before if isinstance(event.what, PackedLinear)]
-    of_state = [norm for norm in norms if norm.read == state]
-    others = [norm for norm in norms if norm.read != state]
-    of_values = [norm for norm in others if not _norm_of(norm).weight.numel()]
-    of_heads = [norm for norm in others if _norm_of(norm).weight.numel()]
-    if not trace.reads_kv:
-        fits = len(of_heads) in (0, 2) and len(made) in (1, 2, 3) and len(of_values) < 2
-    else:
-        fits = len(of_heads) < 2 and len(made) == len(trace.reads_kv) == 1 and not of_values
-    if not of_state or not fits or len(norms) + len(made) < len(before):
-        raise Unsuitable(f"before attention runs {_named(before)}, not norm, 1 to 3 linears")
-    end, after = _end(after, trace)
-    rest = _rest(after, {norm.made: norm for norm in of_state})
-    input_norm = next((norm for norm in of_state if norm.made == made[0].read), of_state[0])
+    own = _before(before, trace)
+    end, others = _end(after, trace)
+    rest = _rest(others, {norm.made: norm for norm in own.of_state})
+    input_norm = next((norm for norm in own.of_state if norm.made == own.made[0].read), own.of_state[0])
     own_norm = None if rest.norm is input_norm else rest.norm
-    if any(norm not in (input_norm, own_norm) for norm in of_state):
+    if any(norm not in (input_norm, own_norm) for norm in own.of_state):
         raise Unsuitable("has a norm that its parts do not read")
-    each_norm = [input_norm, own_norm, *[*of_heads, None, None][:2], rest.attended_norm, rest.output_norm]
+    each_norm = [input_norm, own_norm, *[*own.of_heads, None, None][:2], rest.attended_norm, rest.output_norm]
     recipes = [None if norm is None else _norm_of(norm) for norm in each_norm]
     forms = {(norm.eps, norm.offset) for norm in (*recipes, end.norm) if norm is not None}
-    if len(forms) > 1 or any(_norm_of(norm).eps != _norm_of(input_norm).eps for norm in of_values):
+    if len(forms) > 1 or any(_norm_of(norm).eps != _norm_of(input_norm).eps for norm in own.of_values):
         raise Unsuitable("has norms of different eps")
-    scales = [scale for start, scale in trace.scaled if start == made[0].made]
-    others = [*trace.others, *["mul"] * (len(trace.scaled) - len(scales[:1]))]
+    scales = [scale for start, scale in trace.scaled if start == own.made[0].made]
+    beside = [*trace.others, *["mul"] * (len(trace.scaled) - len(scales[:1]))]
     if trace.query_scales and [*trace.query_scales] != [events[places[0]].read]:
         raise Unsuitable("scales more than its queries by their positions")
     sums = ["add"] * (2 + trace.is_given)
-    if others != sums:
-        raise Unsuitable(f"beside its modules runs {', '.join(sorted({*others} - {*sums}) or others)}")
-    projections = [event.what for event in made if isinstance(event.what, PackedLinear)]
+    if beside != sums:
+        raise Unsuitable(f"beside its modules runs {', '.join(sorted({*beside} - {*sums}) or beside)}")
+    projections = [event.what for event in own.made if isinstance(event.what, PackedLinear)]
     if len(projections) == 2:  # values are made as keys are
         projections.append(projections[1])
     absent: list[PackedLinear | None] = [None] * (3 - len(projections))
@@ -163,22 +154,54 @@ def plan(layer: nn.Module, trace: Trace, handed_on_by: dict[Any, int]) -> LayerP
         *forms.pop(),
         attention.scaling,
         attention.softcap,
-        places=_places(trace, attention, made[0]) if absent and not trace.reads_kv else (),
+        places=_places(trace, attention, own.made[0]) if absent and not trace.reads_kv else (),
         query_scale=scales[0] if scales else 1.0,
         parallel_mlp=rest.norm.read == state,
         experts_per_token=rest.router.chosen if rest.router else 0,
         norm_shares=rest.router is not None and rest.router.normed,
-        norm_values=bool(of_values),
+        norm_values=bool(own.of_values),
         reads_kv=[bool(trace.reads_kv)],
         ends=end.tensors if any(each.numel() for each in end.tensors) else [],
     )
-    like = tuple(torch.empty(1, attention.num_kv_heads, 0, width) for width in (attention.width, attention.value_width))
-    [kv_layer] = [handed_on_by[name] for name in trace.reads_kv] or numbers
+    keys, values = (
+        torch.empty(1, attention.num_kv_heads, 0, width) for width in (attention.width, attention.value_width)
+    )
     return LayerPlan(
-        *(weights, (kv_layer,), (like,), trace.rotates, trace.half_angles),
+        weights,
+        (next((handed_on_by[name] for name in trace.reads_kv), number),),
+        ((keys, values),),
+        trace.rotates,
+        trace.half_angles,
         next(iter(trace.query_scales.values()), None),
         trace.hands_on,
     )
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What precedes attention: norms of the state, what is projected, and norms of heads, those without a weight of
+    values."""
+
+    of_state: list[Event]
+    made: list[Event]
+    of_heads: list[Event]
+    of_values: list[Event]
+
+
+def _before(before: Sequence[Event], trace: Trace) -> _Before:
+    norms = [event for event in before if isinstance(event.what, Norm)]
+    made = [event for event in before if isinstance(event.what, PackedLinear)]
+    of_state = [norm for norm in norms if norm.read == trace.state]
+    others = [norm for norm in norms if norm.read != trace.state]
+    of_values = [norm for norm in others if not _norm_of(norm).weight.numel()]
+    of_heads = [norm for norm in others if _norm_of(norm).weight.numel()]
+    if trace.reads_kv:
+        fits = len(of_heads) < 2 and len(made) == len(trace.reads_kv) == 1 and not of_values
+    else:
+        fits = len(of_heads) in (0, 2) and len(made) in (1, 2, 3) and len(of_values) < 2
+    if not of_state or not fits or len(norms) + len(made) < len(before):
+        raise Unsuitable(f"before attention runs {_named(before)}, not norm, 1 to 3 linears")
+    return _Before(of_state, made, of_heads, of_values)
 
 
 @dataclass(frozen=True)

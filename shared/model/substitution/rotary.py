@@ -41,7 +41,9 @@ def acquire(file: str) -> None:
                 original = getattr(sys.modules[file], FUNCTION)
                 forms = _forms(original)
                 _originals[file] = original
-                setattr(sys.modules[file], FUNCTION, _with_kernel(original, forms))
+                setattr(
+                    sys.modules[file], FUNCTION, _with_kernel(original, forms) if forms else _one_with_kernel(original)
+                )
             _users[file] = _users.get(file, 0) + 1
     finally:
         _settle()
@@ -81,10 +83,7 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def _with_kernel(original: _Rotary, forms: tuple[_Rotary, ...]) -> _Rotary:
-    if forms == (_rotate_one,):
-        return _one_with_kernel(original)
-
-    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 4 and not kwargs and _fits(*args):
             width, num_angles = args[0].shape[-1], args[2].shape[-1]
             if num_angles == width and _rotate in forms:
@@ -100,22 +99,21 @@ def _with_kernel(original: _Rotary, forms: tuple[_Rotary, ...]) -> _Rotary:
 
 def _one_with_kernel(original: _Rotary) -> _Rotary:
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        names = len(args) == 3 and [*kwargs] in ([], ["unsqueeze_dim"])
-        heads = kwargs.get("unsqueeze_dim", 1)
-        if names and heads in (1, 2):
-            x = args[0] if heads == 1 else args[0].transpose(1, 2)
+        heads_at = kwargs.get("unsqueeze_dim", 1)
+        if len(args) == 3 and kwargs.keys() <= {"unsqueeze_dim"} and heads_at in (1, 2):
+            x = args[0] if heads_at == 1 else args[0].transpose(1, 2)
             if _fits(x, x, *args[1:]) and args[1].shape[-1] == x.shape[-1]:
-                return _rotate_one(*args, heads)
+                return _rotate_one(*args, heads_at)
         return original(*args, **kwargs)
 
     return apply_rotary_pos_emb
 
 
-def _rotate_one(x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Rotates one tensor [B, H, Q, D], or [B, Q, H, D] if `heads` is 2."""
-    turned = x if heads == 1 else x.transpose(1, 2)
+def _rotate_one(x: Tensor, cos: Tensor, sin: Tensor, heads_at: int) -> Tensor:
+    """Rotates one tensor [B, H, Q, D], or [B, Q, H, D] if `heads_at` is 2."""
+    turned = x if heads_at == 1 else x.transpose(1, 2)
     rotated, _ = _rotate(turned, turned[:, :0], cos, sin)
-    return rotated if heads == 1 else rotated.transpose(1, 2)
+    return rotated if heads_at == 1 else rotated.transpose(1, 2)
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,13 +143,12 @@ _TRIED = {
 
 
 def _forms(original: _Rotary) -> tuple[_Rotary, ...]:
-    """Those that `original` computes, bit for bit. Raises `Unsuitable` if it is none."""
-    if _is_of_one_tensor(original):
-        return (_rotate_one,)
+    """Those that `original` computes, bit for bit; none if it rotates one tensor a call. Raises `Unsuitable` if it is
+    none of them either."""
     forms = tuple(
         form for form, sizes in _TRIED.items() if all(_has_same_bits(original, form, *each) for each in sizes)
     )
-    if not forms:
+    if not forms and not _is_of_one_tensor(original):
         raise Unsuitable("is not the half-rotation, bit for bit")
     return forms
 
@@ -163,7 +160,9 @@ def _is_of_one_tensor(original: _Rotary) -> bool:
             x = random_input(batch, length, num_heads, width)
             cos, sin = random_input(2, batch, length, width).unbind()
             for heads, states in ((1, x.transpose(1, 2)), (2, x)):
-                if not torch.equal(_rotate_one(states, cos, sin, heads), original(states, cos, sin, unsqueeze_dim=heads)):
+                if not torch.equal(
+                    _rotate_one(states, cos, sin, heads), original(states, cos, sin, unsqueeze_dim=heads)
+                ):
                     return False
     except Exception as error:
         refuse_if_out_of_memory(error)

@@ -161,9 +161,7 @@ class Trace(TorchDispatchMode):
         return out
 
     def _is_given(self, factor: object) -> bool:
-        return (
-            self._given is not None and isinstance(factor, Tensor) and factor.data_ptr() == self._given.data_ptr()
-        )
+        return self._given is not None and isinstance(factor, Tensor) and factor.data_ptr() == self._given.data_ptr()
 
 
 def _frozen(argument: Any) -> Any:

@@ -6,7 +6,7 @@ A file of gpt-oss has gate and up apart, [E, I, D], and the model has their rows
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ class _Named(checkpoints.TensorProcessor):
     """As transformers asks one for each tensor of a file."""
 
     # A layer's tensors, by the parameter that is made of them.
-    tensors: Mapping[str, tuple[str, ...]]
+    tensors: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def preprocess_name(self, hf_name: str) -> str:
         # A name without an equal in GGUF's own tables, so that `perform_fallback_tensor_mapping` is asked.
@@ -41,7 +41,7 @@ class _Named(checkpoints.TensorProcessor):
 
 
 class Gemma4Processor(_Named):
-    tensors = {
+    tensors: ClassVar = {
         "layer_scalar": ("layer_output_scale.weight",),
         "router.scale": ("ffn_gate_inp.scale",),
         "router.per_expert_scale": ("ffn_down_exps.scale",),
@@ -51,7 +51,7 @@ class Gemma4Processor(_Named):
 
 
 class GptOssProcessor(_Named):
-    tensors = {
+    tensors: ClassVar = {
         "self_attn.sinks": ("attn_sinks.weight",),
         "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
         "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),

@@ -53,6 +53,9 @@ class LazyWeight(Tensor):
                 return LazyWeight(first.stored.parts[args[2]])
             if func is torch.ops.aten.embedding.default and not first.stored.transposed:
                 return first.stored.look_up(args[1])
+            if func is torch.ops.aten.select.int and args[1] == 0 and not first.stored.transposed:
+                with torch.inference_mode(False):  # what comes of a tensor that is none of it may not be one
+                    return first.stored.look_up(torch.tensor(args[2] % first.stored.rows))
         if func in _ASSEMBLIES and (assembled := _ASSEMBLIES[func](*args, **kwargs)) is not None:
             return LazyWeight(assembled)
         if func in _MATMULS and not kwargs and (out := _MATMULS[func](*args)) is not None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 
 from shared.model.contiguous_runner import ContiguousRunner
@@ -139,6 +140,28 @@ def test_models_that_are_not_one_op_have_no_direct_pass(family):
     runner = ContiguousRunner(_loaded(family))
     assert runner.direct is None
     assert runner.why_not_direct
+
+
+def test_a_model_within_another_one_has_the_bits_of_it_alone():
+    """As Gemma 4 is published: beside parts for pictures and sound, which look up a row of the packed embedding."""
+    torch.manual_seed(3)
+    alone = build_family("gemma4-sliding")
+    tokens = dict.fromkeys(("image", "audio", "video", "boi", "eoi", "boa"), 90)
+    config = hf.Gemma4Config(
+        text_config=alone.config.to_dict(),
+        vision_config=None,
+        audio_config=None,
+        eoa_token_index=90,
+        **{f"{name}_token_id": token for name, token in tokens.items()},
+    )
+    whole = hf.AutoModelForCausalLM.from_config(config).eval().float()
+    whole.model.language_model.load_state_dict(alone.model.state_dict())
+    runners = [ContiguousRunner(wrap_model(model, accelerate=True)) for model in (alone, whole)]
+    other = _by_the_model(runners[1])
+    states = [own.run(_ids(1, 9), own.new_cache(9), first=0, last=NUM_LAYERS, base=0) for own in (*runners, other)]
+    assert all(runner.direct is not None for runner in runners)
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[1], states[2])
 
 
 def test_a_model_that_projects_its_embedding_has_no_direct_pass():

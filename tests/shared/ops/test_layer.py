@@ -194,7 +194,7 @@ def _step_by_step(
         return ops.unpack_linear(packed).shape[0]
 
     singles = {
-        "packed_linear": lambda x, m, bias: ops.packed_linear(x, m, rows(m), bias),
+        "packed_linear": lambda x, m, bias=None: ops.packed_linear(x, m, rows(m), bias),
         "packed_gated_linear": lambda x, gate, up, activation, bias: ops.packed_gated_linear(
             x, gate, up, rows(up), activation, bias
         ),
@@ -224,9 +224,7 @@ def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None
     weights, (x, cos, sin, kv, masks) = _weights(p), _inputs(p)
     expected_kv, spec_kv, scales, given = _copy(kv), _copy(kv), _scales(p, x), _given_per_layer(p, x)
     torch.set_num_threads(threads)
-    out = decoder_layers(
-        x, [LayerInputs(cos, sin, masks)], weights, kv, query_scales=scales, per_layer_inputs=given
-    )
+    out = decoder_layers(x, [LayerInputs(cos, sin, masks)], weights, kv, query_scales=scales, per_layer_inputs=given)
     torch.set_num_threads(1)
     assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_kv, given, masks, scales))
     for kept, expected in zip(kv[:2], expected_kv[:2], strict=True):
@@ -282,6 +280,33 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
     assert all(torch.equal(captured[count], states[count - 1]) for count in wanted)
     assert all(map(torch.equal, _stores(keys), (t for kv in kvs for t in _stores(kv.keys))))
     assert all(map(torch.equal, _stores(values), (t for kv in kvs for t in _stores(kv.values))))
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_layers_of_several_sizes_that_share_keys_are_one_call(isa: str, count: int, threads: int) -> None:
+    """As in Gemma 4: heads and MLPs of two widths, and the last two layers attend to what the first two have made."""
+    usual = {**SMALL, "spans": [(20, count, False), (3, 2, False)], "norm_values": True, "given": 5, "scaled": True}
+    usual |= {"added_norms": (True, True), "head_norms": True}
+    narrow, wide = usual, {**usual, "head": 20, "value_head": 20, "rotated": 20}
+    each = [narrow, wide, {**narrow, "reads_kv": True, "intermediate": 70}, {**wide, "reads_kv": True}]
+    parts, kinds = [_weights(p) for p in each], [0, 1, 0, 1]
+    x, *_ = _inputs(narrow)
+    given, angles = _given_per_layer(narrow, x, 4), [_given(narrow), _given(wide)]
+    own = [_inputs(p)[3] for p in each[:2]]
+    kvs = [*own, *own]
+    before = [_copy(kv) for kv in own]
+    keys, values = ([TensorTable([kv[at][s].tensors[0] for kv in kvs]) for s in range(2)] for at in (0, 1))
+    torch.set_num_threads(threads)
+    out = decoder_layers(x, angles, stacked(parts), LayerKV(keys, values, *own[0][2:]), kinds, per_layer_inputs=given)
+    torch.set_num_threads(1)
+    for layer, (weights, kv, kind) in enumerate(zip(parts, before * 2, kinds, strict=True)):
+        x = decoder_layers(x, [angles[kind]], weights, kv, per_layer_inputs=given[:, layer : layer + 1])
+    assert torch.equal(out, x)
+    for kv, expected in zip(own, before, strict=True):
+        assert all(
+            map(torch.equal, _stores(kv.keys) + _stores(kv.values), _stores(expected.keys) + _stores(expected.values))
+        )
 
 
 @pytest.mark.timeout(120)
@@ -382,81 +407,3 @@ def test_no_tokens_are_no_work() -> None:
     weights, (x, cos, sin, kv, _) = _weights(SMALL), _inputs(SMALL)
     out = decoder_layers(x[:, :0], [LayerInputs(cos[:, :0], sin[:, :0])], weights, kv)
     assert out.shape == (1, 0, 12)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_heads": 3}, "3 query heads cannot share 2 key heads"),
-        ({"num_heads": 6}, r"a projection is a matrix \[32, 12\], want \[48, 12\]"),
-        ({"intermediates": [17]}, r"gate is a matrix \[16, 12\], want \[17, 12\]"),
-        ({"activation": "tanh"}, "activation is 'tanh'"),
-        ({"norms": [torch.ones(12)]}, "1 norms, 7 matrices, 0 biases and 0 places for 1 layers, want 6"),
-        ({"norms": [torch.ones(12), torch.ones(11), *[NOTHING] * 4]}, "a norm must be contiguous with shape"),
-        ({"norms": [torch.ones(12), torch.ones(3, 12), *[NOTHING] * 4]}, r"\[12\] or \[2, 12\], got \[3, 12\]"),
-        ({"norms": [torch.ones(12), *[NOTHING] * 5]}, "an MLP after attention needs a norm"),
-        ({"norms": [torch.ones(12)] * 2 + [torch.ones(7)] + [NOTHING] * 3}, "a head norm must be contiguous"),
-        ({"norms": [torch.ones(12)] * 6, "parallel_mlp": True}, "a head norm must be"),
-        ({"norms": [*[torch.ones(12)] * 2, *[NOTHING] * 3, torch.ones(12)], "parallel_mlp": True}, "cannot be normed"),
-        ({"experts_per_token": 1}, "the experts are not a table"),
-        ({"experts_per_token": -1}, "-1 experts per token"),
-        ({"biases": [NOTHING] * 5}, "7 matrices, 5 biases"),
-        ({"places": [0, 8, 32]}, "3 places for 1 layers"),
-        ({"places": [0, 9, 0, 8, 0, 8]}, "heads of 8 from 0 on, 9 apart, exceed a projection of 32"),
-        ({"places": [0, 8, 0, 8, -1, 8]}, "heads of 8 from -1 on"),
-        ({"biases": [torch.ones(3)] + [NOTHING] * 6}, "a projection must be contiguous"),
-        ({"biases": [NOTHING] * 6 + [torch.ones(3)]}, r"sinks must be contiguous with shape \[4\], got \[3\]"),
-        ({"biases": [NOTHING] * 6}, "7 matrices, 6 biases"),
-        ({"softcap": 0.0}, "softcap must be positive"),
-        ({"eps": -1.0}, "eps is negative"),
-        ({"kv": {"bases": [7]}}, "cannot take 2 tokens from position 7 on"),
-        ({"kv": {"bases": [3, 3]}}, "2 bases"),
-        ({"kv": {"counts": [1]}}, "counts sum to 1 tokens, but x has 2"),
-        ({"kv": {"keys": []}}, "0 caches of keys"),
-        ({"num_layers": 0}, "0 layers"),
-        ({"num_layers": 2}, "a cache of 1 layers of keys and 1 of values, for 2 layers"),
-        ({"x": torch.zeros(1, 3, 12)}, "does not fit x"),
-        ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
-        ({"masks": [PLAIN, PLAIN]}, "1 cos, 1 sin and 2 masks, for 1 sequences"),
-        ({"inputs": []}, "0 cos, 0 sin"),
-        ({"kinds": [0, 0]}, "2 kinds of 1 layers"),
-        ({"kinds": [1]}, "kind 1 of 1"),
-        ({"kinds": [-1]}, "kind -1 of 1"),
-        ({"query_scales": torch.ones(3)}, r"query_scales \[3\] do not fit x"),
-        ({"captured": [1]}, "stop 1 is out of order, or not between 1 and 0"),
-        ({"captured": [0]}, "stop 0 is out of order"),
-    ],
-)
-def test_wrong_arguments_are_named(change: dict, message: str) -> None:
-    weights, (x, cos, sin, kv, masks) = _weights(SMALL), _inputs(SMALL)
-    kv = kv._replace(**change.pop("kv", {}))
-    x, masks, kinds = change.pop("x", x), change.pop("masks", masks), change.pop("kinds", [])
-    inputs = change.pop("inputs", [LayerInputs(cos, sin, masks)])
-    captured, scales = dict.fromkeys(change.pop("captured", []), x), change.pop("query_scales", None)
-    with pytest.raises(RuntimeError, match=message):
-        decoder_layers(x, inputs, replace(weights, **change), kv, kinds, captured, scales)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"experts_per_token": 4}, "4 of 3 experts cannot be chosen"),
-        ({"intermediates": [17]}, r"experts have matrices \[16, 12\], want \[17, 12\]"),
-        ({"biases": [NOTHING] * 5 + [torch.ones(12), NOTHING]}, "the biases of experts are in their table"),
-        ({"biases": [NOTHING] * 4 + [torch.ones(4), NOTHING, NOTHING]}, r"router must be contiguous with shape \[3\]"),
-    ],
-)
-def test_wrong_experts_are_named(change: dict, message: str) -> None:
-    p = {**SMALL, "experts": 3}
-    weights, (x, cos, sin, kv, _) = _weights(p), _inputs(p)
-    with pytest.raises(RuntimeError, match=message):
-        decoder_layers(x, [LayerInputs(cos, sin)], replace(weights, **change), kv)
-
-
-def test_what_is_no_table_is_refused() -> None:
-    weights, (x, cos, sin, kv, _) = _weights(SMALL), _inputs(SMALL)
-    kv.keys[0].table = torch.zeros(64, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="keys is not a table"):
-        decoder_layers(x, [LayerInputs(cos, sin)], weights, kv)
-    with pytest.raises(RuntimeError, match="at most 4 dimensions"):
-        TensorTable([torch.zeros(1, 1, 1, 1, 1)])

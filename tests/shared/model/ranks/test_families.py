@@ -21,8 +21,18 @@ PROMPTS = [tuple(range(3, 3 + length)) for length in (40, 6, 3)]
 WITHOUT = {"gpt2": "GPT2LMHeadModel", "falcon": "FalconForCausalLM", "opt": "OPTForCausalLM"}
 WITH = (
     *("llama", "llama-tied", "deepseek-r1-distill-llama", "deepseek-r1-distill-qwen", "qwen2.5", "qwen2-sliding"),
-    *("qwen3", "mistral", "mistral-sliding", "mixtral", "qwen3-moe", "gemma3-sliding", "gemma4", "gpt-neox", "phi2"),
-    *("phi3", "phi3-sliding", "phi3-longrope", "phimoe-longrope", "llama-longrope", "ministral3", "llama4"),
+    *("qwen3", "mistral", "mistral-sliding", "mixtral", "qwen3-moe", "gemma3-sliding", "gemma4", "gemma4-sliding"),
+    *(
+        "gpt-neox",
+        "phi2",
+        "phi3",
+        "phi3-sliding",
+        "phi3-longrope",
+        "phimoe-longrope",
+        "llama-longrope",
+        "ministral3",
+        "llama4",
+    ),
 )
 # Their modules multiply by several matrices at once, so that rows matter, as in one process.
 NOT_EXACT = {"llama4"}

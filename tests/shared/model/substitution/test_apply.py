@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 
@@ -234,6 +235,22 @@ def test_the_packed_weight_of_a_neighbouring_layer_is_refused(monkeypatch, from_
 
 
 @pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("heads_at", [1, 2])
+def test_a_rotary_function_of_one_tensor_has_the_same_bits(heads_at, monkeypatch):
+    original = modeling_gemma4.apply_rotary_pos_emb
+    calls = []
+    monkeypatch.setattr(rotary, "_rotate_one", lambda *args, own=rotary._rotate_one: calls.append(args) or own(*args))
+    rotary.acquire(modeling_gemma4.__name__)
+    tried = len(calls)
+    x, (cos, sin) = torch.randn(2, 3, 3, 8), torch.randn(2, 2, 3, 8)
+    for states, angles in ((x, (cos, sin)), (x.double(), (cos.double(), sin.double()))):
+        turned = modeling_gemma4.apply_rotary_pos_emb(states, *angles, unsqueeze_dim=heads_at)
+        assert torch.equal(turned, original(states, *angles, unsqueeze_dim=heads_at))
+    assert len(calls) == tried + 1  # not for numbers that the kernel does not take
+    rotary.release(modeling_gemma4.__name__)
+    assert modeling_gemma4.apply_rotary_pos_emb is original
+
+
 def test_the_rotary_function_comes_back_with_the_last_user():
     original = modeling_mistral.apply_rotary_pos_emb
     first, second = build_family("mistral"), build_family("mistral-sliding")

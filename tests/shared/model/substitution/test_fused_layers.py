@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from shared.model.cache import ContiguousCache
@@ -245,6 +245,25 @@ def test_layers_are_compared_across_borders(monkeypatch):
     report = accelerate(build_family("ministral3"))
     assert report.layers == 0
     assert report.left_alone["model.layers.0"].endswith("something else at positions from 8 on")
+
+
+def test_a_layer_attends_to_the_keys_that_it_is_handed(monkeypatch):
+    """Were they those of an earlier layer of the same form, it would be seen."""
+    own = trace.watch
+
+    def watched(layer: nn.Module, *args: Any) -> trace.Trace:
+        found = own(layer, *args)
+        # The first two layers seem to hand on theirs, too, and the ones that do seem not to.
+        kinds = {0: "sliding_attention", 1: "full_attention"}
+        found.hands_on = frozenset({kinds[layer.layer_idx]} if layer.layer_idx in kinds else ())
+        return found
+
+    report = accelerate(build_family("gemma4-sliding"))
+    assert report.layers == NUM_LAYERS
+    monkeypatch.setattr(fused_layers, "watch", watched)
+    report = accelerate(build_family("gemma4-sliding"))
+    assert report.layers == NUM_LAYERS - 2
+    assert all("computes something else" in report.left_alone[f"model.layers.{n}"] for n in (4, 5))
 
 
 def test_settings_of_a_family_are_seen_in_what_its_layers_read():

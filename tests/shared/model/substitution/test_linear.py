@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 
-from shared.model.substitution.linear import activation, gated_mlp, linear, norm
+from shared.model.substitution.linear import activation, gated_mlp, linear, norm, plain_norm
 from shared.model.substitution.match import Unsuitable
 from shared.ops import reference
 
@@ -59,6 +59,27 @@ def test_layer_norms_are_found_with_and_without_a_bias() -> None:
         torch.testing.assert_close(found.forward(x), module(x))
         again = norm(module, form=found.form)
         assert torch.equal(again.forward(x), found.forward(x))
+
+
+class _PlainNorm(nn.Module):
+    def __init__(self, eps: float, power: float = -0.5) -> None:
+        super().__init__()
+        self.eps, self.power = eps, power
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps) ** self.power
+
+
+def test_a_norm_without_a_weight_is_found_for_any_width() -> None:
+    module = _PlainNorm(1e-3)
+    found = plain_norm(module)
+    for width in (8, 256, 5):
+        x = torch.randn(3, 2, width) * 1e-2
+        torch.testing.assert_close(found.forward(x), module(x))
+        assert torch.equal(plain_norm(module, form=found.form).forward(x), found.forward(x))
+    for other in (_PlainNorm(1e-3, -0.4), nn.Identity(), nn.Softmax(-1)):
+        with pytest.raises(Unsuitable, match="without a weight"):
+            plain_norm(other)
 
 
 @pytest.mark.parametrize(
