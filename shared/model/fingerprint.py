@@ -44,7 +44,7 @@ SOME_KEYS = (
     *("residual_multiplier", "embedding_multiplier", "attention_multiplier", "attention_bias_scale", "clip_qkv"),
     *("partial_rotary_factor", "rotary_dim", "rope_local_base_freq", "norm_eps", "norm_epsilon"),
     *("norm_topk_prob", "routed_scaling_factor", "hidden_activation", "activation_function", "use_parallel_residual"),
-    *("new_decoder_architecture", "parallel_attn", "alibi"),
+    *("new_decoder_architecture", "parallel_attn", "alibi", "num_kv_shared_layers", "top_k_experts"),
 )
 
 
@@ -127,8 +127,14 @@ def later_fingerprint(model: PreTrainedModel) -> Callable[[Callable[[], None]], 
     some |= {"layer_types": list(kinds)} if len(set(kinds)) > 1 else {}
     identity = {"architecture": type(model).__name__, "functional": functional} | ({"some": some} if some else {})
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
+    in_checkpoints = model.state_dict().keys()  # unlike buffers that are made of the configuration
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in in_checkpoints)
     parameters = sorted(
-        ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and (is_plain(p) or _is_sharded(p))),
+        (
+            (name, tensor)
+            for name, tensor in (*model.named_parameters(), *buffers)
+            if tensor.is_floating_point() and (is_plain(tensor) or _is_sharded(tensor))
+        ),
         key=lambda item: item[0],
     )
     # Ranks gather what is sharded one after another, in the same order.

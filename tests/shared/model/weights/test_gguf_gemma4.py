@@ -8,6 +8,7 @@ import transformers as hf
 from gguf import GGUFWriter
 
 from shared.errors import Corrupt, UnsupportedModel
+from shared.model.fingerprint import fingerprint
 from shared.model.load import load_model
 from tests.reasons import raises
 from tests.shared.model.weights.test_gguf_families import BASE, Metadata, compare, llama_like, write
@@ -64,6 +65,14 @@ CASES: dict[str, tuple[str, Any, Metadata]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_logits_are_those_of_the_model_that_was_written(tmp_path: Path, name: str) -> None:
     compare(tmp_path / "tiny.gguf", *CASES[name])
+
+
+def test_the_scales_of_layers_count_to_the_fingerprint() -> None:
+    _, config, _ = gemma4()
+    model = hf.AutoModelForCausalLM.from_config(config).eval().float()
+    before = fingerprint(model)
+    model.model.layers[3].layer_scalar.fill_(0.5)
+    assert fingerprint(model) != before
 
 
 @pytest.mark.parametrize(
