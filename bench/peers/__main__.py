@@ -56,6 +56,8 @@ from bench.prompts import DEFAULT_FILE, read_texts
 from bench.table import head, row
 from demo.model import demo_model
 from shared.errors import InvalidInput, NeapError
+from shared.model.weights.gguf import GgufReaders
+from shared.model.weights.reading import CheckpointFiles, replaced
 
 ROUTER = Path(__file__).parents[1] / "router"
 
@@ -117,7 +119,8 @@ def planned_workers(options: argparse.Namespace, failures: dict[str, str]) -> tu
         model = options.model.absolute()
     if model.is_file():
         given = model
-        tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+        with CheckpointFiles(None) as checkpoint, replaced(GgufReaders(checkpoint).replacements):
+            tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
         end = tokenizer.eos_token_id
     else:
         tokenizer = AutoTokenizer.from_pretrained(model)
