@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from neap_engine.evaluate.sides import TimedAnswer
+from shared.model.cache import refuse_if_out_of_memory
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 
@@ -165,16 +166,19 @@ class TransformersSides:
         reasons = {}
         if self._loaded.parts.final_norm is None:
             reasons[TIDE] = "the model has no final norm"
-        config = self._model.base_model.config
+        config = self._model.base_model.config.get_text_config(decoder=True)
         whole, before = config.num_hidden_layers, self._num_calls
         config.num_hidden_layers = self._exit_depth
         try:
             with torch.inference_mode():
                 self._model(torch.zeros(1, 1, dtype=torch.long, device=self._model.device))
+            if self._num_calls - before != self._exit_depth:
+                reasons[EARLY_EXIT] = "the model's forward runs all layers, whatever its config says"
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            refuse_if_out_of_memory(error)
+            reasons[EARLY_EXIT] = f"the model's forward fails with fewer layers ({type(error).__name__})"
         finally:
             config.num_hidden_layers = whole
-        if self._num_calls - before != self._exit_depth:
-            reasons[EARLY_EXIT] = "the model's forward runs all layers, whatever its config says"
         return reasons
 
 

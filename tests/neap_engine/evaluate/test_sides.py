@@ -17,6 +17,8 @@ from neap_engine.evaluate.transformers_sides import (
     transformers_sides,
 )
 from shared.model.load import load_model
+from shared.model.loaded import wrap_model
+from tests.families import build_family
 from tests.worker import save_model
 
 PROMPT = [5, 9, 40, 7, 5, 9]
@@ -87,6 +89,13 @@ def test_early_exit_is_refused_where_the_models_forward_cannot_stop(sides, monke
 
     monkeypatch.setattr(base, "forward", all_layers)
     assert list(sides.refusals()) == [EARLY_EXIT]
+
+
+def test_early_exit_is_refused_where_the_models_forward_fails_with_fewer_layers():
+    """Gemma 4 E2B divides what its layers are given by their number."""
+    sides = TransformersSides(wrap_model(build_family("gemma4-sliding")), NUM_NEW)
+    assert "fails with fewer layers (RuntimeError)" in sides.refusals()[EARLY_EXIT]
+    assert sides((GENERATE, PROMPT, [])).num_decoded == NUM_NEW - 1
 
 
 @pytest.mark.full
