@@ -204,6 +204,8 @@ def numbers(shape: Shape, tensor: Tensor, generator: np.random.Generator) -> np.
         return np.where(np.arange(size[0]) < size[0] // 4, 1.0, 1e30).astype(np.float32)
     if name == "rope_freqs.weight":
         return llama3_factors(shape.rope_theta, shape.head_dim // 2, shape.llama3_factor).astype(np.float32)
+    if shape.full_head_dim and name.endswith("attn_q_norm.weight"):  # Gemma 4 scales queries here alone
+        return np.full(size, size[0] ** -0.5, np.float32)
     if len(size) == 1:
         return np.full(size, not name.endswith(".bias"), np.float32)
     *rows, columns = size
