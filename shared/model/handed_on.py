@@ -5,7 +5,6 @@ earlier ones finds what they have written in the cache.
 """
 
 from collections import UserDict
-from collections.abc import Mapping
 from typing import Any
 
 # The argument of layers, in transformers.
@@ -29,10 +28,10 @@ class HandedOn(UserDict[Any, Any]):
         self.data[name] = states
 
 
-def noted(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], HandedOn | None]:
-    """The arguments of a layer's call, with the mapping as `HandedOn`. None if there is no mapping."""
+def noted(arguments: dict[str, Any]) -> tuple[dict[str, Any], HandedOn | None]:
+    """The arguments of a layer's call, with the mapping as `HandedOn`. Themselves and None if there is no mapping."""
     states = arguments.get(ARGUMENT)
     if states is None:
-        return dict(arguments), None
+        return arguments, None
     handed_on = HandedOn(states)
     return {**arguments, ARGUMENT: handed_on}, handed_on

@@ -72,7 +72,7 @@ class LayerWeights:
     ends: Sequence[Tensor] = ()
     num_layers: int = 1
 
-    @property
+    @cached_property
     def is_given(self) -> bool:
         """Whether layers are given something of each token."""
         return any(gate.numel() for gate in self.ends[::4])

@@ -120,9 +120,8 @@ def norm(module: nn.Module, *, form: object | None = None) -> Substitute:
     x = random_input(INPUT_ROWS, 2, frozen.shape[0])
     # Small input reveals eps. Shifted input reveals whether the mean is subtracted.
     inputs = (*of_all_sizes(x), x + 1)
-    epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1}
-    forms = [(frozen, eps, offset, False) for eps in sorted(epsilons) for offset in (0.0, 1.0) if bias is None]
-    for candidate in (*forms, *((both, eps, 0.0, True) for eps in sorted(epsilons))):
+    forms = [(frozen, eps, offset, False) for eps in _epsilons(module) for offset in (0.0, 1.0) if bias is None]
+    for candidate in (*forms, *((both, eps, 0.0, True) for eps in _epsilons(module))):
         substitute = _norm(*candidate)
         if agrees(substitute.forward, module, *inputs):
             return substitute
@@ -133,8 +132,7 @@ def plain_norm(module: nn.Module, *, form: object | None = None) -> Substitute:
     """A module without parameters that computes x / sqrt(mean(x^2) + eps), of any width. eps is one of its attributes.
     `form`: eps, if it is known."""
     inputs = of_all_sizes(random_input(INPUT_ROWS, 48))
-    epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1}
-    for eps in (form,) if isinstance(form, float) else sorted(epsilons):
+    for eps in (form,) if isinstance(form, float) else _epsilons(module):
 
         def forward(x: Tensor, eps: float = eps) -> Tensor:
             return ops.rms_norm(x, _ones(x.shape[-1]), eps, 0.0)
@@ -142,6 +140,11 @@ def plain_norm(module: nn.Module, *, form: object | None = None) -> Substitute:
         if form is not None or agrees(forward, module, *inputs):
             return Substitute(forward, Norm(torch.empty(0), eps, 0.0), eps)
     raise Unsuitable("is no RMS norm without a weight")
+
+
+def _epsilons(module: nn.Module) -> list[float]:
+    """The attributes of a norm that may be its eps."""
+    return sorted({v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1})
 
 
 @functools.lru_cache(maxsize=16)
